@@ -1,0 +1,66 @@
+"""Exact context parallelism for Hugging Face fine-tuning: one long row, split over processes."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from hf_cp.config import ContextParallelConfig
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from hf_cp.attention.usp import context_parallel_attention
+    from hf_cp.data.collator import DataCollatorForContextParallel
+    from hf_cp.models.patch import apply_context_parallel, context_parallel_disabled, remove_context_parallel
+    from hf_cp.parallel.mesh import ContextParallelMesh
+    from hf_cp.sequence.layout import SequenceLayout
+    from hf_cp.sequence.packing import pack_documents
+    from hf_cp.sequence.plan import AttentionPlan
+    from hf_cp.tools.verify import verify_context_parallel
+    from hf_cp.training.plugin import ContextParallelPlugin
+    from hf_cp.training.trainer import ContextParallelTrainer, ContextParallelTrainerMixin
+
+_MODULES = {
+    "AttentionPlan": "hf_cp.sequence.plan",
+    "ContextParallelMesh": "hf_cp.parallel.mesh",
+    "ContextParallelPlugin": "hf_cp.training.plugin",
+    "ContextParallelTrainer": "hf_cp.training.trainer",
+    "ContextParallelTrainerMixin": "hf_cp.training.trainer",
+    "DataCollatorForContextParallel": "hf_cp.data.collator",
+    "SequenceLayout": "hf_cp.sequence.layout",
+    "apply_context_parallel": "hf_cp.models.patch",
+    "context_parallel_attention": "hf_cp.attention.usp",
+    "context_parallel_disabled": "hf_cp.models.patch",
+    "pack_documents": "hf_cp.sequence.packing",
+    "remove_context_parallel": "hf_cp.models.patch",
+    "verify_context_parallel": "hf_cp.tools.verify",
+}
+
+__all__ = [
+    "AttentionPlan",
+    "ContextParallelConfig",
+    "ContextParallelMesh",
+    "ContextParallelPlugin",
+    "ContextParallelTrainer",
+    "ContextParallelTrainerMixin",
+    "DataCollatorForContextParallel",
+    "SequenceLayout",
+    "apply_context_parallel",
+    "context_parallel_attention",
+    "context_parallel_disabled",
+    "pack_documents",
+    "remove_context_parallel",
+    "verify_context_parallel",
+]
+
+
+def __getattr__(name: str):
+    """Loads a public name when it is first used, so that `import hf_cp` costs nothing."""
+    if name not in _MODULES:
+        raise AttributeError(f"module 'hf_cp' has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

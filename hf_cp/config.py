@@ -1,0 +1,164 @@
+"""What the user asks for: how many processes share one row, and how.
+
+>>> ContextParallelConfig(ring_degree=2, ulysses_degree=4).cp_size
+8
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import typing
+from dataclasses import dataclass, field
+from math import gcd
+
+LAYOUTS = ("auto", "zigzag", "contiguous", "striped")
+RING_COMMS = ("auto", "p2p")
+KERNELS = ("auto", "sdpa", "eager")
+
+ENV_PREFIX = "HF_CP_"
+
+
+@dataclass(frozen=True)
+class ContextParallelConfig:
+    """How one row of tokens is split over processes.
+
+    The row is laid out over `ring_degree` ring shards; each ring shard is cut into `ulysses_degree` contiguous pieces,
+    so `cp_size = ring_degree * ulysses_degree` processes work on one row. The fields can be filled by
+    [`transformers.HfArgumentParser`], by environment variables ([`ContextParallelConfig.from_env`]) or by
+    [`ContextParallelConfig.auto`].
+
+    Raises:
+        ValueError: a degree or a size is not a positive integer, or a choice is not in its list.
+    """
+
+    ring_degree: int = field(
+        default=1,
+        metadata={"help": "Number of ring shards of a row; K/V travel around the ring (put it across nodes)."},
+    )
+    ulysses_degree: int = field(
+        default=1,
+        metadata={"help": "Processes that trade tokens for heads inside a ring shard; must divide the query heads."},
+    )
+    ring_comm: str = field(
+        default="auto", metadata={"help": "How K/V move over the ring axis.", "choices": list(RING_COMMS)}
+    )
+    layout: str = field(
+        default="auto",
+        metadata={"help": "Which ring shard holds which token; auto is zigzag.", "choices": list(LAYOUTS)},
+    )
+    kernel: str = field(
+        default="auto",
+        metadata={"help": "Local attention kernel; auto is sdpa where it can run.", "choices": list(KERNELS)},
+    )
+    loss_chunk_tokens: int = field(
+        default=1024, metadata={"help": "Tokens whose logits exist at the same time in the chunked cross-entropy."}
+    )
+    timeout_seconds: float | None = field(
+        default=None,
+        metadata={"help": "Time limit of a collective in every process group made here (torch's default)."},
+    )
+    force: bool = field(
+        default=False, metadata={"help": "Run this package's attention and loss also when cp_size is 1."}
+    )
+
+    def __post_init__(self):
+        for name in ("ring_degree", "ulysses_degree", "loss_chunk_tokens"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be a positive integer, got {value!r}. Use {name}=1 to leave it unused.")
+        if self.timeout_seconds is not None and not self.timeout_seconds > 0:
+            raise ValueError(
+                f"timeout_seconds must be positive, got {self.timeout_seconds!r}. Use None for torch's default."
+            )
+        for name, choices in (("layout", LAYOUTS), ("ring_comm", RING_COMMS), ("kernel", KERNELS)):
+            value = getattr(self, name)
+            if value not in choices:
+                raise ValueError(f"{name}={value!r} does not exist. Choose one of {', '.join(choices)}.")
+
+    @property
+    def cp_size(self) -> int:
+        """Number of processes that share one row."""
+        return self.ring_degree * self.ulysses_degree
+
+    @property
+    def enabled(self) -> bool:
+        """Whether attention and loss of a model are replaced at all."""
+        return self.cp_size > 1 or self.force
+
+    @property
+    def resolved_layout(self) -> str:
+        """The layout that `auto` stands for."""
+        return "zigzag" if self.layout == "auto" else self.layout
+
+    @classmethod
+    def from_env(cls, **overrides: typing.Any) -> ContextParallelConfig:
+        """Reads `HF_CP_RING_DEGREE`, `HF_CP_ULYSSES_DEGREE`, `HF_CP_LAYOUT`, ... ; keyword arguments win.
+
+        Raises:
+            ValueError: an `HF_CP_` variable names no field, or its text does not fit the field's type.
+        """
+        names = {f"{ENV_PREFIX}{f.name.upper()}": f for f in dataclasses.fields(cls)}
+        unknown = sorted(key for key in os.environ if key.startswith(ENV_PREFIX) and key not in names)
+        if unknown:
+            raise ValueError(f"{', '.join(unknown)} is not a setting. Known ones: {', '.join(sorted(names))}.")
+        values = {f.name: _parse(key, f, os.environ[key]) for key, f in names.items() if key in os.environ}
+        return cls(**{**values, **overrides})
+
+    @classmethod
+    def auto(
+        cls, cp_size: int, model_config: typing.Any, ranks_per_node: int | None = None, **kwargs: typing.Any
+    ) -> ContextParallelConfig:
+        """Chooses the degrees for `cp_size` processes from the heads of a Hugging Face model config.
+
+        `ulysses_degree` is the largest divisor of `cp_size` that divides the query heads and the K/V heads (no K/V
+        head has to be replicated) and, if given, `ranks_per_node` (its all-to-all stays inside a node); the ring takes
+        the rest.
+
+        Raises:
+            ValueError: `cp_size` is not a positive integer.
+        """
+        if not isinstance(cp_size, int) or cp_size < 1:
+            raise ValueError(f"cp_size must be a positive integer, got {cp_size!r}. Use 1 for no context parallelism.")
+        num_heads, num_kv_heads = head_counts(model_config)
+        ulysses_degree = gcd(cp_size, num_heads, num_kv_heads, ranks_per_node or cp_size)
+        return cls(ring_degree=cp_size // ulysses_degree, ulysses_degree=ulysses_degree, **kwargs)
+
+
+def head_counts(model_config: typing.Any) -> tuple[int, int]:
+    """Query heads and K/V heads of a Hugging Face model config."""
+    num_heads = model_config.num_attention_heads
+    return num_heads, getattr(model_config, "num_key_value_heads", None) or num_heads
+
+
+def check_heads(num_heads: int, num_kv_heads: int, config: ContextParallelConfig) -> None:
+    """Raises ValueError unless every Ulysses rank can get equally many query heads, with the K/V heads they use."""
+    degree = config.ulysses_degree
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"{num_heads} query heads do not divide over {num_kv_heads} K/V heads. Check the head counts of the model."
+        )
+    if num_heads % degree:
+        legal = [u for u in range(1, num_heads + 1) if num_heads % u == 0 and config.cp_size % u == 0]
+        raise ValueError(
+            f"ulysses_degree={degree} does not divide the {num_heads} query heads (K/V heads: {num_kv_heads}).\n"
+            "  The rule: ulysses_degree must divide the query heads; K/V heads are replicated where it does not "
+            "divide them.\n"
+            f"  With cp_size={config.cp_size} use ulysses_degree in {legal} and ring_degree=cp_size/ulysses_degree, "
+            f"or ContextParallelConfig.auto({config.cp_size}, model.config)."
+        )
+
+
+def _parse(key: str, spec: dataclasses.Field, text: str) -> typing.Any:
+    """One environment variable as the type of its field."""
+    kind = typing.get_type_hints(ContextParallelConfig)[spec.name]
+    try:
+        if kind is bool:
+            return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[text.lower()]
+        if kind is int:
+            return int(text)
+        return float(text) if kind == (float | None) else text
+    except (KeyError, ValueError):
+        raise ValueError(
+            f"{key}={text!r} cannot be read as {getattr(kind, '__name__', kind)}. Fix or unset it."
+        ) from None

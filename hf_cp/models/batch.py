@@ -1,0 +1,89 @@
+"""Checks a batch before any collective, and tells every rank of the group when one of them has a bad one."""
+
+from __future__ import annotations
+
+import torch
+
+from hf_cp.parallel.collectives import gather_ints_over_cp
+from hf_cp.parallel.mesh import ContextParallelMesh
+from hf_cp.sequence.layout import SequenceLayout
+
+
+def check_batch(
+    tokens: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
+    labels: torch.Tensor | None,
+    shift_labels: torch.Tensor | None,
+    layout: SequenceLayout | None,
+    mesh: ContextParallelMesh,
+) -> None:
+    """Raises on every rank of the group if a rank's batch does not fit its layout, or if the ranks' rows differ.
+
+    Args:
+        tokens (`torch.Tensor`): [1, n] ids or [1, n, hidden_size] embeddings.
+        attention_mask: must be `None` or all ones; padding is the collator's business.
+        labels, shift_labels (`torch.Tensor`, *optional*): [1, n]; with labels there must be shift_labels.
+        layout (`SequenceLayout`, *optional*): of the row.
+
+    Raises:
+        ValueError: this rank's batch is at fault, or the rows of the group differ.
+        RuntimeError: another rank's batch is at fault.
+    """
+    fault = _local_fault(tokens, attention_mask, labels, shift_labels, layout, mesh)
+    digest = int(layout.digest[:15], 16) if fault is None else 0
+    peers = gather_ints_over_cp([fault is not None, digest], mesh)
+    if fault is not None:
+        raise ValueError(fault)
+    bad = [cp_rank for cp_rank, (failed, _) in enumerate(peers) if failed]
+    if bad:
+        raise RuntimeError(
+            f"The batch of cp_rank {bad} (out of {mesh.cp_size}) is not valid; its own message is in the log of that "
+            "process. All ranks of the group stop."
+        )
+    if len({digest for _, digest in peers}) > 1:
+        raise ValueError(
+            f"The ranks of one context-parallel group hold different rows: layout digests by cp_rank are "
+            f"{[f'{digest:015x}' for _, digest in peers]}, here {layout}.\n"
+            "  Every rank of a group must shard the same documents: use this package's loader, or one sampler seed "
+            "for the group."
+        )
+
+
+def _local_fault(
+    tokens: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
+    labels: torch.Tensor | None,
+    shift_labels: torch.Tensor | None,
+    layout: SequenceLayout | None,
+    mesh: ContextParallelMesh,
+) -> str | None:
+    if layout is None:
+        return (
+            "The batch has no hf_cp_layout while context parallelism is on, so it did not come from "
+            "DataCollatorForContextParallel.\n  Use that collator, or context_parallel_disabled(model) for whole rows."
+        )
+    degrees = (layout.ring_degree, layout.ulysses_degree)
+    if degrees != (mesh.ring_size, mesh.ulysses_size):
+        return (
+            f"The batch was sharded for ring x ulysses = {degrees[0]} x {degrees[1]}, the model runs "
+            f"{mesh.ring_size} x {mesh.ulysses_size}. Give collator and model the same config."
+        )
+    expected = (1, layout.local_length)
+    named = {"input_ids": tokens, "labels": labels, "shift_labels": shift_labels}
+    for name, tensor in named.items():
+        if tensor is not None and tuple(tensor.shape[:2]) != expected:
+            return (
+                f"{name} has shape {tuple(tensor.shape)}; cp_rank {mesh.cp_rank} of {mesh.cp_size} must get "
+                f"{list(expected)} of the row of {layout.num_tokens} tokens. Shard the row with its layout."
+            )
+    if labels is not None and shift_labels is None:
+        return (
+            "The batch has labels but no shift_labels: on a shard the next token may be on another rank.\n"
+            "  Shift before sharding, as DataCollatorForContextParallel does."
+        )
+    if attention_mask is not None and not bool((attention_mask == 1).all()):
+        return (
+            f"attention_mask of shape {tuple(attention_mask.shape)} is not all ones. Padding and documents are in the "
+            "layout: let DataCollatorForContextParallel strip padded tokens, and drop the mask."
+        )
+    return None

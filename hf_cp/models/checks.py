@@ -1,0 +1,67 @@
+"""Which models can be made context-parallel, and why others cannot."""
+
+from __future__ import annotations
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_cp.config import ContextParallelConfig, check_heads, head_counts
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+# their frequencies depend on the longest position that a rank happens to see, so ranks would disagree
+_ROPE_TYPES_BY_LENGTH = ("dynamic", "longrope")
+
+
+def check_model(model: nn.Module, base: PreTrainedModel, config: ContextParallelConfig) -> None:
+    """Raises ValueError, with the reason and the way out, if `base` (inside `model`) cannot be patched."""
+    name, settings = type(base).__name__, base.config
+    if settings.model_type not in MODEL_TYPES or base.get_output_embeddings() is None:
+        raise ValueError(
+            f"{name} (model_type {settings.model_type!r}) is not supported. Supported are causal LMs of the types "
+            f"{', '.join(MODEL_TYPES)}."
+        )
+    check_heads(*head_counts(settings), config)
+    if getattr(settings, "attention_dropout", 0.0):
+        raise ValueError(
+            f"{name} has attention_dropout={settings.attention_dropout}; its random mask would differ from that of "
+            "one process. Set model.config.attention_dropout = 0.0 and that of every attention layer."
+        )
+    layer_types = set(getattr(settings, "layer_types", None) or ()) - _LAYER_TYPES
+    if layer_types:
+        raise ValueError(
+            f"{name} has layers of the kind {', '.join(sorted(layer_types))}; only "
+            f"{' and '.join(sorted(_LAYER_TYPES))} can be split along the sequence."
+        )
+    rope_type = _rope_type(settings)
+    if rope_type in _ROPE_TYPES_BY_LENGTH:
+        raise ValueError(
+            f"{name} uses the {rope_type!r} RoPE, whose frequencies depend on the positions a rank sees; ranks would "
+            "disagree. Use rope_type 'default', 'linear', 'llama3' or 'yarn'."
+        )
+    tp_size = getattr(base, "tp_size", None)
+    if tp_size is not None and tp_size > 1:
+        raise ValueError(
+            f"{name} is tensor-parallel (tp_size={tp_size}), which is not supported yet. Load it with tp 1."
+        )
+    _check_adapters(model)
+
+
+def _rope_type(settings) -> str:
+    parameters = getattr(settings, "rope_parameters", None) or getattr(settings, "rope_scaling", None) or {}
+    return parameters.get("rope_type", "default")
+
+
+def _check_adapters(model: nn.Module) -> None:
+    adapters = getattr(model, "peft_config", None)
+    for name, adapter in adapters.items() if isinstance(adapters, dict) else ():
+        if adapter.is_prompt_learning:
+            raise ValueError(
+                f"PEFT adapter {name!r} ({adapter.peft_type}) puts virtual tokens before the row, which is sharded "
+                "already. Use LoRA or another adapter that keeps the sequence length."
+            )
+        if getattr(adapter, "alora_invocation_tokens", None):
+            raise ValueError(
+                f"PEFT adapter {name!r} is an activated LoRA, which searches its tokens in the local shard only. "
+                "Use plain LoRA."
+            )

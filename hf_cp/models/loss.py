@@ -1,0 +1,70 @@
+"""Cross-entropy on the local shard, `lm_head` included, without ever holding the logits of a whole shard.
+
+The shard is cut into chunks; a chunk's logits exist only while its losses are computed, and once more in the backward
+pass (activation checkpointing). `lm_head` is called as the module it is, so ties, LoRA and parameter gathering work.
+
+With W = dp x cp ranks whose gradients are averaged, N targets in all, and S_r the sum of rank r's token losses, the
+gradient of the global token mean (sum of all S_r) / N is the average of d(S_r W / N).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
+
+from hf_cp.attention.merge import accumulator_dtype
+from hf_cp.parallel.collectives import sum_over_cp
+from hf_cp.parallel.mesh import ContextParallelMesh
+
+IGNORE_INDEX = -100
+
+
+def token_losses(
+    hidden: torch.Tensor, lm_head: nn.Module, shift_labels: torch.Tensor, *, chunk_tokens: int
+) -> torch.Tensor:
+    """Cross-entropy of every local token.
+
+    Args:
+        hidden (`torch.Tensor`): [n, hidden_size], the last hidden states.
+        lm_head (`nn.Module`): maps hidden states to logits.
+        shift_labels (`torch.Tensor`): int64 [n], the next token of each slot, -100 where there is no target.
+        chunk_tokens (`int`): slots whose logits exist at the same time.
+
+    Returns:
+        `torch.Tensor` [n], fp32 (fp64 for an fp64 model), 0 where there is no target; it has a graph even if there is
+        no target at all.
+    """
+    chunks = zip(hidden.split(chunk_tokens), shift_labels.split(chunk_tokens), strict=True)
+    if not torch.is_grad_enabled():
+        return torch.cat([_chunk_losses(h, labels, lm_head) for h, labels in chunks])
+    return torch.cat([checkpoint(_chunk_losses, h, labels, lm_head, use_reentrant=False) for h, labels in chunks])
+
+
+def _chunk_losses(hidden: torch.Tensor, shift_labels: torch.Tensor, lm_head: nn.Module) -> torch.Tensor:
+    logits = lm_head(hidden)
+    logits = logits.to(accumulator_dtype(logits.dtype))
+    return cross_entropy(logits, shift_labels, ignore_index=IGNORE_INDEX, reduction="none")
+
+
+def reduce_losses(
+    losses: torch.Tensor,
+    shift_labels: torch.Tensor,
+    mesh: ContextParallelMesh,
+    *,
+    num_items_in_batch: torch.Tensor | int | None = None,
+) -> torch.Tensor:
+    """The scalar loss of this rank.
+
+    With `num_items_in_batch` it is the local sum over that number (0 counts as 1): summed over all ranks, the token
+    mean; [`transformers.Trainer`] multiplies it by W. Without, it is the mean over the targets of the context-parallel
+    group, equal on its ranks, with a gradient that is exact after averaging over the group.
+    """
+    local_sum = losses.sum()
+    if num_items_in_batch is not None:
+        return local_sum / torch.as_tensor(num_items_in_batch, device=losses.device).clamp(min=1)
+    num_targets = sum_over_cp((shift_labels != IGNORE_INDEX).sum(), mesh).clamp(min=1)
+    share = local_sum / num_targets
+    # value: the mean over the group; gradient: cp_size * d(local_sum) / N, since averaging divides by cp_size
+    return sum_over_cp(share, mesh) + mesh.cp_size * (share - share.detach())

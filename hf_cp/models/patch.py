@@ -1,0 +1,237 @@
+"""The one line that makes a Hugging Face model context-parallel, and its undo.
+
+`apply_context_parallel` registers one attention function with transformers, points the model's attention at it, and
+replaces the model's `forward` by one that computes the loss in chunks on the local shard. All state sits on the model,
+so two models in one process do not see each other. The row's layout comes with each batch as the keyword argument
+`hf_cp_layout`, so a recomputed forward pass (gradient checkpointing) sees its own batch's layout.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from hf_cp.attention.usp import context_parallel_attention
+from hf_cp.config import ContextParallelConfig
+from hf_cp.models.batch import check_batch
+from hf_cp.models.checks import check_model
+from hf_cp.models.loss import reduce_losses, token_losses
+from hf_cp.parallel.mesh import ContextParallelMesh
+from hf_cp.sequence.layout import SequenceLayout
+
+# transformers takes other code paths for names with "flash", "sdpa", "flex" or "/" in them
+ATTENTION_NAME = "hf_cp_usp"
+_STATE = "_hf_cp_state"
+
+
+@dataclass
+class ContextParallelState:
+    """What a patched model remembers."""
+
+    config: ContextParallelConfig
+    mesh: ContextParallelMesh
+    attn_implementation: str  # before the patch
+    forward: Callable  # before the patch
+    active: bool = True
+
+
+def apply_context_parallel(model: nn.Module, config_or_mesh: ContextParallelConfig | ContextParallelMesh) -> nn.Module:
+    """Makes a Llama, Mistral, Qwen2 or Qwen3 causal LM context-parallel, in place.
+
+    Works before or after `peft.get_peft_model`. The patched model takes batches of
+    [`DataCollatorForContextParallel`]; `model(**batch).loss` is exact (see [`reduce_losses`]), `logits` is `None` when
+    labels are given. `generate()` runs the original attention, replicated. With `cp_size == 1` the model is left as it
+    is, unless the config has `force=True`.
+
+    Args:
+        model (`nn.Module`): a `PreTrainedModel` or a PEFT model around one.
+        config_or_mesh: the config, or a mesh to share between models.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: the model (or a setting of it) is not supported, or its heads or the world do not fit the degrees.
+        RuntimeError: more than one process is launched, but `torch.distributed` is not initialised.
+    """
+    config = config_or_mesh if isinstance(config_or_mesh, ContextParallelConfig) else config_or_mesh.config
+    if not config.enabled:
+        return model
+    base = base_causal_lm(model)
+    if context_parallel_state(model) is not None:
+        raise ValueError(
+            f"{type(base).__name__} is already context-parallel ({context_parallel_state(model).config}).\n"
+            "  Call remove_context_parallel(model) before applying another config."
+        )
+    check_model(model, base, config)
+    mesh = config_or_mesh if isinstance(config_or_mesh, ContextParallelMesh) else ContextParallelMesh(config)
+    state = ContextParallelState(config, mesh, base.config._attn_implementation, base.forward)
+    _register_attention()
+    _give_own_config(model, base)
+    setattr(base, _STATE, state)
+    for layer in base.get_decoder().layers:
+        setattr(layer.self_attn, _STATE, state)
+    base.forward = MethodType(_wrap_forward(state.forward), base)
+    base.set_attn_implementation(ATTENTION_NAME)
+    return model
+
+
+def remove_context_parallel(model: nn.Module) -> nn.Module:
+    """Undoes [`apply_context_parallel`]; a model that is not patched is left as it is."""
+    state = context_parallel_state(model)
+    if state is None:
+        return model
+    base = base_causal_lm(model)
+    state.active = False  # for wrappers that hold on to the patched forward
+    base.set_attn_implementation(state.attn_implementation)
+    if state.forward.__func__ is type(base).forward:
+        del base.forward
+    else:
+        base.forward = state.forward
+    delattr(base, _STATE)
+    for layer in base.get_decoder().layers:
+        delattr(layer.self_attn, _STATE)
+    return model
+
+
+@contextmanager
+def context_parallel_disabled(model: nn.Module) -> Iterator[nn.Module]:
+    """Inside, the patched model is the original one: whole rows, one process, its own attention and loss."""
+    state = context_parallel_state(model)
+    if state is None or not state.active:
+        yield model
+        return
+    base = base_causal_lm(model)
+    state.active = False
+    base.set_attn_implementation(state.attn_implementation)
+    try:
+        yield model
+    finally:
+        base.set_attn_implementation(ATTENTION_NAME)
+        state.active = True
+
+
+def context_parallel_state(model: nn.Module) -> ContextParallelState | None:
+    """The state of a patched model, through PEFT, DDP and DeepSpeed wrappers; `None` if it is not patched."""
+    return next((vars(m)[_STATE] for m in model.modules() if _STATE in vars(m)), None)
+
+
+def base_causal_lm(model: nn.Module) -> PreTrainedModel:
+    """The Hugging Face causal LM inside of PEFT or other wrappers.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+    if found is None:
+        raise ValueError(
+            f"{type(model).__name__} holds no Hugging Face PreTrainedModel. Pass a Llama, Mistral, Qwen2 or Qwen3 "
+            "causal LM."
+        )
+    return found
+
+
+def _give_own_config(model: nn.Module, base: PreTrainedModel) -> None:
+    """Models made from one config object share it, attention name included: give this one a copy."""
+    shared, own = base.config, copy.copy(base.config)
+    for module in model.modules():
+        if getattr(module, "config", None) is shared:
+            module.config = own
+
+
+def _wrap_forward(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def forward(self, *args: Any, hf_cp_layout: SequenceLayout | None = None, **kwargs: Any):
+        state: ContextParallelState | None = getattr(self, _STATE, None)
+        if state is None or not state.active:
+            return original(*args, **kwargs)
+        if hf_cp_layout is None and any(kwargs.get(name) is not None for name in ("cache", "past_key_values")):
+            with context_parallel_disabled(self):  # generate(): every rank holds the whole text
+                return original(*args, **kwargs)
+        return _forward(self, state, hf_cp_layout, *args, **kwargs)
+
+    return forward
+
+
+def _forward(
+    model: PreTrainedModel,
+    state: ContextParallelState,
+    layout: SequenceLayout | None,
+    input_ids: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
+    *,
+    labels: torch.Tensor | None = None,
+    shift_labels: torch.Tensor | None = None,
+    num_items_in_batch: torch.Tensor | int | None = None,
+    **kwargs: Any,
+) -> CausalLMOutputWithPast:
+    """The model on this rank's shard, loss in chunks."""
+    tokens = kwargs.get("inputs_embeds") if input_ids is None else input_ids
+    check_batch(tokens, attention_mask, labels, shift_labels, layout, state.mesh)
+    if position_ids is None:
+        position_ids = layout.position_ids(state.mesh.cp_rank).to(tokens.device).unsqueeze(0)
+    kwargs |= {"position_ids": position_ids, "hf_cp_layout": layout, "use_cache": False}
+    if labels is None:
+        return state.forward(input_ids, **kwargs)
+    kwargs.pop("logits_to_keep", None)
+    outputs = model.get_decoder()(input_ids, **kwargs)
+    losses = token_losses(
+        outputs.last_hidden_state[0],
+        model.get_output_embeddings(),
+        shift_labels[0],
+        chunk_tokens=state.config.loss_chunk_tokens,
+    )
+    loss = reduce_losses(losses, shift_labels, state.mesh, num_items_in_batch=num_items_in_batch)
+    return CausalLMOutputWithPast(loss=loss, hidden_states=outputs.hidden_states)
+
+
+def _attention(
+    module: nn.Module,
+    query: torch.Tensor,  # [1, H, n, D]
+    key: torch.Tensor,  # [1, G, n, D]
+    value: torch.Tensor,  # [1, G, n, D]
+    attention_mask: torch.Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    hf_cp_layout: SequenceLayout | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:  # [1, n, H, D]
+    """What transformers calls in every attention layer of a patched model."""
+    refused = {"attention_mask": attention_mask, "softcap": kwargs.get("softcap"), "s_aux": kwargs.get("s_aux")}
+    if dropout or any(value is not None for value in refused.values()):
+        given = [name for name, value in refused.items() if value is not None] + ["dropout"] * bool(dropout)
+        raise ValueError(
+            f"Context-parallel attention got {', '.join(given)}, which it cannot compute. Leave them unset."
+        )
+    if hf_cp_layout is None:
+        raise ValueError(
+            f"Attention of layer {module.layer_idx} was called without hf_cp_layout while context parallelism is on.\n"
+            "  Pass the batches of DataCollatorForContextParallel as model(**batch), or use "
+            "context_parallel_disabled(model) for whole rows."
+        )
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    mesh = getattr(module, _STATE).mesh
+    out = context_parallel_attention(q, k, v, mesh=mesh, layout=hf_cp_layout, window=sliding_window, scale=scaling)
+    return out.unsqueeze(0), None
+
+
+def _no_mask(*args: Any, **kwargs: Any) -> None:
+    """Documents and causality come from the layout: no mask tensor is made."""
+
+
+def _register_attention() -> None:
+    AttentionInterface.register(ATTENTION_NAME, _attention)
+    AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)

@@ -1,0 +1,1 @@
+"""Processes and wires: the only place that calls torch.distributed."""

@@ -1,0 +1,245 @@
+"""Which token of a packed row sits where: the one place that knows.
+
+A row is a list of documents, concatenated. `SequenceLayout` is a pure function of (document lengths, config): it uses
+integers only, needs no processes, and is the same object on every rank. Ids, labels, positions, attention plans and
+the way back (`unshard`) all come from it; nothing is ever read back from local tensors, where a zigzag shard with
+positions [0, 1, 6, 7] looks like two documents.
+
+The row is laid out over the ring axis; a ring shard is padded once, at its end, to a common length that divides by
+`ulysses_degree`, and cut into that many contiguous pieces. After the all-to-all over the Ulysses axis the ring shard
+is therefore in order.
+
+>>> layout = SequenceLayout([5, 3], ContextParallelConfig(ring_degree=2, layout="zigzag"))
+>>> layout.indices(0).tolist(), layout.indices(1).tolist()
+([0, 3, 4, 7], [1, 2, 5, 6])
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from hf_cp.config import ContextParallelConfig
+
+
+class Segments(NamedTuple):
+    """Runs of tokens of one ring shard, in the order in which they sit there (all int64 arrays of equal length).
+
+    Run n holds the tokens `start, start + step, ...` (`length` of them) of document `doc`; `start` counts from the
+    document's first token. Within a document the runs are in rising order.
+    """
+
+    doc: np.ndarray
+    start: np.ndarray
+    length: np.ndarray
+    step: int
+
+
+class SequenceLayout:
+    """Maps the tokens of one packed row to context-parallel ranks and back.
+
+    Args:
+        doc_lengths (`Sequence[int]`): tokens of each document of the row, in order; every length is at least 1.
+        config (`ContextParallelConfig`): gives the degrees and the layout rule:
+            `contiguous` (ring rank r holds the r-th slice of the row), `striped` (token i of the row on ring rank i
+            mod R; Striped Attention, arXiv:2311.09431) or `zigzag` (every document is cut in 2R chunks
+            [floor(iL/2R), floor((i+1)L/2R)), ring rank r holds chunks r and 2R-1-r of each).
+
+    Attributes:
+        doc_lengths (`tuple[int, ...]`): as given.
+        num_tokens (`int`): tokens of the row, without padding.
+        local_length (`int`): slots of one rank, equal on all ranks of the group.
+        ring_shard_length (`int`): slots of one ring shard, `local_length * ulysses_degree`.
+        cu_seqlens (`torch.Tensor`): int32 [num_docs + 1], global document borders, on the host.
+        max_seqlen (`int`): the longest document.
+        digest (`str`): the same on two ranks exactly if their layouts are the same.
+
+    Raises:
+        ValueError: there is no document, or a length is not a positive integer.
+    """
+
+    def __init__(self, doc_lengths: Sequence[int], config: ContextParallelConfig):
+        self.doc_lengths = tuple(int(length) for length in doc_lengths)
+        if not self.doc_lengths:
+            raise ValueError("A row needs at least one document, got an empty list. Drop empty rows before sharding.")
+        for index, length in enumerate(self.doc_lengths):
+            if length < 1:
+                raise ValueError(
+                    f"Document {index} has {length} tokens; a document needs at least 1. Drop empty ones first."
+                )
+        self.layout = config.resolved_layout
+        self.ring_degree = config.ring_degree
+        self.ulysses_degree = config.ulysses_degree
+        self.doc_starts = np.concatenate([[0], np.cumsum(self.doc_lengths)]).astype(np.int64)
+        self.num_tokens = int(self.doc_starts[-1])
+        longest = int(_RULES[self.layout].shard_lengths(self).max())
+        self.local_length = -(-longest // self.ulysses_degree)
+        self.ring_shard_length = self.local_length * self.ulysses_degree
+
+    @property
+    def cp_size(self) -> int:
+        return self.ring_degree * self.ulysses_degree
+
+    @property
+    def max_seqlen(self) -> int:
+        return max(self.doc_lengths)
+
+    @property
+    def cu_seqlens(self) -> torch.Tensor:
+        return torch.from_numpy(self.doc_starts.astype(np.int32))
+
+    @cached_property
+    def digest(self) -> str:
+        text = f"{self.layout}/{self.ring_degree}/{self.ulysses_degree}/{self.doc_lengths}"
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def segments(self, ring_rank: int) -> Segments:
+        """The runs of tokens that ring shard `ring_rank` holds, in order."""
+        if not 0 <= ring_rank < self.ring_degree:
+            raise ValueError(f"ring_rank={ring_rank} is outside of the ring of {self.ring_degree}.")
+        return _RULES[self.layout].segments(self, ring_rank)
+
+    def indices(self, cp_rank: int) -> torch.Tensor:
+        """int64 [local_length]: the token of the row in each local slot, -1 for padding."""
+        if not 0 <= cp_rank < self.cp_size:
+            raise ValueError(
+                f"cp_rank={cp_rank} is outside of the context-parallel group of {self.cp_size} "
+                f"(ring {self.ring_degree} x ulysses {self.ulysses_degree})."
+            )
+        ring_rank, ulysses_rank = divmod(cp_rank, self.ulysses_degree)
+        doc, start, length, step = self.segments(ring_rank)
+        tokens = _ranges(self.doc_starts[doc] + start, length, step)
+        shard = np.full(self.ring_shard_length, -1, dtype=np.int64)
+        shard[: len(tokens)] = tokens
+        return torch.from_numpy(shard[ulysses_rank * self.local_length :][: self.local_length].copy())
+
+    def document_ids(self, cp_rank: int) -> torch.Tensor:
+        """int64 [local_length]: the document of each local slot, -1 for padding."""
+        indices = self.indices(cp_rank).numpy()
+        # a padding index (-1) lies before the first border and so comes out as -1
+        return torch.from_numpy(np.searchsorted(self.doc_starts, indices, side="right") - 1)
+
+    def position_ids(self, cp_rank: int) -> torch.Tensor:
+        """int64 [local_length]: position inside the own document, 0 for padding."""
+        indices, docs = self.indices(cp_rank), self.document_ids(cp_rank)
+        return torch.where(docs < 0, 0, indices - torch.from_numpy(self.doc_starts)[docs])
+
+    def shard(self, tensor: torch.Tensor, cp_rank: int, dim: int = 0, pad_value: float = 0) -> torch.Tensor:
+        """The slots of `cp_rank`, out of a whole row; the inverse is [`SequenceLayout.unshard`].
+
+        Args:
+            tensor (`torch.Tensor`): `num_tokens` entries along `dim`.
+            cp_rank (`int`): rank in the context-parallel group.
+            dim (`int`): the token dimension.
+            pad_value (`float`): written into padding slots.
+        """
+        if tensor.shape[dim] != self.num_tokens:
+            raise ValueError(
+                f"The tensor has {tensor.shape[dim]} entries along dim {dim}, the row has {self.num_tokens} tokens. "
+                "Pass the whole row."
+            )
+        indices = self.indices(cp_rank).to(tensor.device)
+        local = tensor.index_select(dim, indices.clamp(min=0))
+        is_pad = (indices < 0).view([-1 if d == dim % tensor.ndim else 1 for d in range(tensor.ndim)])
+        return local.masked_fill(is_pad, pad_value)
+
+    def unshard(self, shards: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+        """The whole row, out of the `cp_size` local tensors in rank order; padding is dropped."""
+        if len(shards) != self.cp_size or any(t.shape[dim] != self.local_length for t in shards):
+            raise ValueError(
+                f"Expected {self.cp_size} shards of {self.local_length} slots along dim {dim}, got "
+                f"{[t.shape[dim] for t in shards]}."
+            )
+        local = torch.cat(list(shards), dim)
+        indices = torch.cat([self.indices(r) for r in range(self.cp_size)])
+        slots = torch.empty(self.num_tokens, dtype=torch.int64)
+        is_token = indices >= 0
+        slots[indices[is_token]] = is_token.nonzero().squeeze(1)
+        return local.index_select(dim, slots.to(local.device))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SequenceLayout) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __repr__(self) -> str:
+        return (
+            f"SequenceLayout({len(self.doc_lengths)} documents, {self.num_tokens} tokens, {self.layout}, "
+            f"ring {self.ring_degree} x ulysses {self.ulysses_degree}, {self.local_length} slots a rank)"
+        )
+
+
+def _ranges(start: np.ndarray, length: np.ndarray, step: int) -> np.ndarray:
+    """Concatenated `start, start + step, ...` runs.
+
+    >>> _ranges(np.array([7, 0]), np.array([2, 3]), 1).tolist()
+    [7, 8, 0, 1, 2]
+    """
+    ends = np.cumsum(length)
+    offset = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - length, length)
+    return np.repeat(start, length) + step * offset
+
+
+def _nonempty(doc: np.ndarray, start: np.ndarray, length: np.ndarray, step: int = 1) -> Segments:
+    keep = length > 0
+    return Segments(doc[keep], start[keep], length[keep], step)
+
+
+class _Rule(NamedTuple):
+    """A layout rule: the runs of one ring shard, and the tokens of every ring shard (int64 [ring_degree])."""
+
+    segments: Callable[[SequenceLayout, int], Segments]
+    shard_lengths: Callable[[SequenceLayout], np.ndarray]
+
+
+def _contiguous_segments(layout: SequenceLayout, ring_rank: int) -> Segments:
+    size = -(-layout.num_tokens // layout.ring_degree)
+    begin, end = ring_rank * size, min((ring_rank + 1) * size, layout.num_tokens)
+    starts, ends = layout.doc_starts[:-1], layout.doc_starts[1:]
+    first, last = np.maximum(starts, begin), np.minimum(ends, end)
+    return _nonempty(np.arange(len(starts)), first - starts, last - first)
+
+
+def _contiguous_lengths(layout: SequenceLayout) -> np.ndarray:
+    size = -(-layout.num_tokens // layout.ring_degree)
+    return np.clip(layout.num_tokens - size * np.arange(layout.ring_degree), 0, size)
+
+
+def _striped_segments(layout: SequenceLayout, ring_rank: int) -> Segments:
+    starts, lengths = layout.doc_starts[:-1], np.asarray(layout.doc_lengths)
+    first = (ring_rank - starts) % layout.ring_degree
+    return _nonempty(np.arange(len(starts)), first, -((first - lengths) // layout.ring_degree), layout.ring_degree)
+
+
+def _striped_lengths(layout: SequenceLayout) -> np.ndarray:
+    return (layout.num_tokens - 1 - np.arange(layout.ring_degree)) // layout.ring_degree + 1
+
+
+def _zigzag_borders(layout: SequenceLayout, chunk: np.ndarray | int) -> np.ndarray:
+    """First token of chunk number `chunk` in each document, [.., num_docs]."""
+    return np.asarray(chunk)[..., None] * np.asarray(layout.doc_lengths, dtype=np.int64) // (2 * layout.ring_degree)
+
+
+def _zigzag_segments(layout: SequenceLayout, ring_rank: int) -> Segments:
+    chunks = np.array([ring_rank, 2 * layout.ring_degree - 1 - ring_rank])
+    start, stop = _zigzag_borders(layout, chunks), _zigzag_borders(layout, chunks + 1)  # [2, num_docs]
+    doc = np.broadcast_to(np.arange(len(layout.doc_lengths)), start.shape)
+    return _nonempty(*(x.T.reshape(-1) for x in (doc, start, stop - start)))
+
+
+def _zigzag_lengths(layout: SequenceLayout) -> np.ndarray:
+    chunk_lengths = np.diff(_zigzag_borders(layout, np.arange(2 * layout.ring_degree + 1)).sum(-1))
+    return chunk_lengths[: layout.ring_degree] + chunk_lengths[::-1][: layout.ring_degree]
+
+
+_RULES = {
+    "contiguous": _Rule(_contiguous_segments, _contiguous_lengths),
+    "striped": _Rule(_striped_segments, _striped_lengths),
+    "zigzag": _Rule(_zigzag_segments, _zigzag_lengths),
+}

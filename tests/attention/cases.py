@@ -1,0 +1,88 @@
+"""What a rank does in the attention tests; run by the process pools."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from hf_cp.attention.usp import context_parallel_attention
+from hf_cp.config import ContextParallelConfig
+from hf_cp.parallel.mesh import ContextParallelMesh
+from hf_cp.sequence.layout import SequenceLayout
+from tests.attention.reference import Attention, random_row, reference_attention, relative_error
+
+
+class Case(NamedTuple):
+    """One row and how it is split."""
+
+    doc_lengths: tuple[int, ...]
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 8
+    ring_degree: int = 1
+    ulysses_degree: int = 1
+    layout: str = "zigzag"
+    kernel: str = "sdpa"
+    causal: bool = True
+    window: int | None = None
+    scale: float | None = None
+
+    @property
+    def config(self) -> ContextParallelConfig:
+        return ContextParallelConfig(
+            ring_degree=self.ring_degree,
+            ulysses_degree=self.ulysses_degree,
+            layout=self.layout,
+            kernel=self.kernel,
+            force=True,
+        )
+
+
+def gather_shards(local: torch.Tensor, mesh: ContextParallelMesh) -> list[torch.Tensor]:
+    """Every rank's local tensor, in cp_rank order."""
+    if mesh.cp_group is None:
+        return [local]
+    shards = [torch.empty_like(local) for _ in range(mesh.cp_size)]
+    dist.all_gather(shards, local.contiguous(), group=mesh.cp_group)
+    return shards
+
+
+def run_attention(
+    row: Sequence[torch.Tensor], layout: SequenceLayout, mesh: ContextParallelMesh, case: Case
+) -> tuple[Attention, torch.Tensor]:
+    """(whole-row result, this rank's local output), through `context_parallel_attention` on shards."""
+    q, k, v, grad_out = (layout.shard(x, mesh.cp_rank) for x in row)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out = context_parallel_attention(
+        q, k, v, mesh=mesh, layout=layout, causal=case.causal, window=case.window, scale=case.scale
+    )
+    out.backward(grad_out)
+    local = (out.detach(), q.grad, k.grad, v.grad)
+    return Attention(*(layout.unshard(gather_shards(x, mesh)) for x in local)), out.detach()
+
+
+def errors(cases: Sequence[Case], dtype: torch.dtype = torch.float64) -> list[dict[str, float]]:
+    """Per case the relative error of the output and each gradient against one process in fp64."""
+    meshes: dict[tuple[int, int], ContextParallelMesh] = {}
+    results = []
+    for case in cases:
+        degrees = (case.ring_degree, case.ulysses_degree)
+        if degrees not in meshes:
+            meshes[degrees] = ContextParallelMesh(case.config)
+        mesh = meshes[degrees]
+        mesh.config = case.config  # the same groups, another layout or kernel
+        layout = SequenceLayout(case.doc_lengths, case.config)
+        row = random_row(layout.num_tokens, case.num_heads, case.num_kv_heads, case.head_dim, dtype)
+        expected = reference_attention(
+            *(x.double() for x in row), case.doc_lengths, causal=case.causal, window=case.window, scale=case.scale
+        )
+        actual, local_out = run_attention(row, layout, mesh, case)
+        assert actual.out.dtype == actual.grad_q.dtype == dtype
+        assert not local_out[layout.indices(mesh.cp_rank) < 0].any(), "padding slots are not zero"
+        results.append(
+            {n: relative_error(a.double(), e) for n, a, e in zip(Attention._fields, actual, expected, strict=True)}
+        )
+    return results

@@ -1,0 +1,78 @@
+"""Tiny models of every supported family, and whole-row batches in Hugging Face's own form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+VOCAB_SIZE = 64
+FAMILIES = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+
+
+def tiny_model(family: str = "llama", *, dtype: torch.dtype = torch.float64, **overrides: Any) -> PreTrainedModel:
+    """Two layers, 4 heads over 2 K/V heads of size 8, random weights that are the same in every process."""
+    settings = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 16 if family == "qwen3" else 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 256,
+        "attn_implementation": "sdpa",
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    } | overrides
+    if family == "mistral":
+        settings.setdefault("sliding_window", None)
+    config: AutoConfig = FAMILIES[family](**settings)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).to(dtype)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():  # norm weights and biases too
+        parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(dtype)
+    return model
+
+
+class Row:
+    """A packed row: ids, positions and next-token targets of its documents, with some targets masked out."""
+
+    def __init__(self, doc_lengths: Sequence[int], *, seed: int = 0, masked: float = 0.25):
+        generator = torch.Generator().manual_seed(seed)
+        self.doc_lengths = tuple(doc_lengths)
+        num_tokens = sum(self.doc_lengths)
+        self.input_ids = torch.randint(3, VOCAB_SIZE, (num_tokens,), generator=generator)
+        self.labels = self.input_ids.masked_fill(torch.rand(num_tokens, generator=generator) < masked, -100)
+        self.position_ids = torch.cat([torch.arange(length) for length in self.doc_lengths])
+        per_document = self.labels.split(self.doc_lengths)
+        self.shift_labels = torch.cat([torch.cat([x[1:], x.new_tensor([-100])]) for x in per_document])
+
+    @property
+    def num_targets(self) -> int:
+        return int((self.shift_labels != -100).sum())
+
+    def whole_batch(self) -> dict[str, Any]:
+        """For an untouched model: transformers reads the documents from the restarting positions."""
+        names = ("input_ids", "position_ids", "labels", "shift_labels")
+        # with a cache transformers would not look for documents
+        return {name: getattr(self, name).unsqueeze(0) for name in names} | {"use_cache": False}
+
+    def local_batch(self, layout, cp_rank: int) -> dict[str, Any]:
+        """This rank's shard, in the form that the collator gives it."""
+        batch = {}
+        for name, pad in (("input_ids", 0), ("position_ids", 0), ("labels", -100), ("shift_labels", -100)):
+            batch[name] = layout.shard(getattr(self, name), cp_rank, pad_value=pad).unsqueeze(0)
+        return batch | {"hf_cp_layout": layout}
