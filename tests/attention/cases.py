@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -64,7 +64,9 @@ def run_attention(
     return Attention(*(layout.unshard(gather_shards(x, mesh)) for x in local)), out.detach()
 
 
-def errors(cases: Sequence[Case], dtype: torch.dtype = torch.float64) -> list[dict[str, float]]:
+def errors(
+    cases: Sequence[Case], dtype: torch.dtype = torch.float64, measure: Callable = relative_error
+) -> list[dict[str, float]]:
     """Per case the relative error of the output and each gradient against one process in fp64."""
     meshes: dict[tuple[int, int], ContextParallelMesh] = {}
     results = []
@@ -83,6 +85,6 @@ def errors(cases: Sequence[Case], dtype: torch.dtype = torch.float64) -> list[di
         assert actual.out.dtype == actual.grad_q.dtype == dtype
         assert not local_out[layout.indices(mesh.cp_rank) < 0].any(), "padding slots are not zero"
         results.append(
-            {n: relative_error(a.double(), e) for n, a, e in zip(Attention._fields, actual, expected, strict=True)}
+            {n: measure(a.double(), e) for n, a, e in zip(Attention._fields, actual, expected, strict=True)}
         )
     return results
