@@ -1,0 +1,1 @@
+"""Commands and checks around a run. Nothing below this folder imports it."""

@@ -1,0 +1,400 @@
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hf_cp import ContextParallelConfig, apply_context_parallel, context_parallel_disabled, remove_context_parallel
+from hf_cp.models.patch import context_parallel_state
+from hf_cp.parallel.mesh import ContextParallelMesh
+from hf_cp.sequence.layout import SequenceLayout
+from tests.attention.cases import gather_shards
+from tests.attention.reference import relative_error
+from tests.models.tiny import FAMILIES, Row, tiny_model
+
+LENGTHS = (13, 1, 22, 6)
+
+
+def reference_gradients(family: str, dtype: torch.dtype, lengths=LENGTHS, **overrides) -> tuple[float, dict]:
+    """Loss and gradients of one process on whole rows, through our loss (HF's rounds the logits to fp32)."""
+    model = apply_context_parallel(tiny_model(family, dtype=dtype, **overrides), ContextParallelConfig(force=True))
+    # a mesh of this process alone, although a world exists: nothing is exchanged at cp 1
+    row = Row(lengths)
+    loss = model(**row.local_batch(SequenceLayout(lengths, ContextParallelConfig()), 0)).loss
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def averaged_gradients(model: nn.Module, mesh: ContextParallelMesh) -> dict[str, torch.Tensor]:
+    """What DDP would leave in p.grad: the mean over the group."""
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad, group=mesh.cp_group)
+        parameter.grad /= mesh.cp_size
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def train_step(
+    family: str, ring: int, ulysses: int, dtype: torch.dtype, layout: str = "zigzag", checkpointing=None, **overrides
+) -> tuple[float, float]:
+    """(error of the loss, worst relative error of a gradient) against one process."""
+    config = ContextParallelConfig(ring, ulysses, layout=layout, loss_chunk_tokens=5)
+    loss_1, gradients_1 = reference_gradients(family, dtype, **overrides)
+    model = apply_context_parallel(tiny_model(family, dtype=dtype, **overrides), config)
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+        model.enable_input_require_grads()
+        model.train()
+    mesh, row = context_parallel_state(model).mesh, Row(LENGTHS)
+    loss = model(**row.local_batch(SequenceLayout(LENGTHS, config), mesh.cp_rank)).loss
+    loss.backward()
+    gradients = averaged_gradients(model, mesh)
+    assert gradients.keys() == gradients_1.keys()
+    worst = max(relative_error(gradients[name], expected) for name, expected in gradients_1.items())
+    return abs(loss.item() - loss_1), worst
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_every_gradient_are_exact(world4, family):
+    for ring, ulysses in ((4, 1), (2, 2), (1, 4), (2, 1)):
+        for loss_error, gradient_error in world4.run(train_step, family, ring, ulysses, torch.float64):
+            assert loss_error < 1e-12 and gradient_error < 1e-10, (ring, ulysses)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("loss_limit", "gradient_limit", "dtype"), [(1e-5, 1e-4, torch.float32)])
+def test_fp32_error_does_not_grow_with_the_ring(world2, world4, loss_limit, gradient_limit, dtype):
+    errors = [world2.run(train_step, "llama", 2, 1, dtype)[0], world4.run(train_step, "llama", 4, 1, dtype)[0]]
+    assert all(loss < loss_limit and gradient < gradient_limit for loss, gradient in errors)
+    assert errors[1][1] < 2 * errors[0][1] + 1e-6
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("layout", ["contiguous", "striped"])
+def test_other_layouts_are_exact(world4, layout):
+    for loss_error, gradient_error in world4.run(train_step, "llama", 2, 2, torch.float64, layout):
+        assert loss_error < 1e-12 and gradient_error < 1e-10
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_gradient_checkpointing_changes_nothing(world2, use_reentrant):
+    for loss_error, gradient_error in world2.run(
+        train_step, "qwen3", 2, 1, torch.float64, checkpointing=use_reentrant
+    ):
+        assert loss_error < 1e-12 and gradient_error < 1e-10
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"tie_word_embeddings": True},
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}},
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}},
+    ],
+    ids=["tied", "yarn", "linear"],
+)
+def test_model_variants_are_exact(world2, overrides):
+    for loss_error, gradient_error in world2.run(train_step, "llama", 2, 1, torch.float64, **overrides):
+        assert loss_error < 1e-12 and gradient_error < 1e-10
+
+
+def untouched_model_step(family: str) -> None:
+    """The patched model on shards against the untouched one on whole rows."""
+    config, row = ContextParallelConfig(ring_degree=2), Row(LENGTHS)
+    untouched = tiny_model(family)
+    expected = untouched(**row.whole_batch()).loss
+    expected.backward()
+    model = apply_context_parallel(tiny_model(family), config)
+    mesh = context_parallel_state(model).mesh
+    loss = model(**row.local_batch(SequenceLayout(LENGTHS, config), mesh.cp_rank)).loss
+    loss.backward()
+    assert abs(loss - expected) < 1e-6
+    for name, gradient in averaged_gradients(model, mesh).items():
+        assert relative_error(gradient, dict(untouched.named_parameters())[name].grad) < 1e-6, name
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_equals_the_untouched_model(world2, family):
+    world2.run(untouched_model_step, family)
+
+
+def logits_of_seven_tokens() -> None:
+    """A row that does not divide, and logits when no labels are given."""
+    config = ContextParallelConfig(ring_degree=2)
+    layout, row = SequenceLayout([7], config), Row([7])
+    model = apply_context_parallel(tiny_model(), config)
+    mesh = context_parallel_state(model).mesh
+    batch = row.local_batch(layout, mesh.cp_rank)
+    local = model(input_ids=batch["input_ids"], hf_cp_layout=layout).logits
+    whole = layout.unshard(gather_shards(local, mesh), dim=1)
+    expected = tiny_model()(row.input_ids[None], use_cache=False).logits
+    assert whole.shape == expected.shape and (whole - expected).abs().max() < 1e-10
+
+
+@pytest.mark.distributed
+def test_logits_of_a_row_that_does_not_divide(world2):
+    world2.run(logits_of_seven_tokens)
+
+
+def rotary_positions(layout: str) -> list[int]:
+    config = ContextParallelConfig(ring_degree=2, layout=layout)
+    model, seen = apply_context_parallel(tiny_model(), config), []
+    model.model.rotary_emb.register_forward_hook(
+        lambda module, args, kwargs, output: seen.append(kwargs["position_ids"]), with_kwargs=True
+    )
+    sequence = SequenceLayout([8], config)
+    batch = Row([8]).local_batch(sequence, context_parallel_state(model).mesh.cp_rank)
+    del batch["position_ids"]  # they are made from the layout, not counted from 0 on every rank
+    model(**batch)
+    return seen[0].flatten().tolist()
+
+
+@pytest.mark.distributed
+def test_rotary_embeddings_see_global_positions(world2):
+    assert world2.run(rotary_positions, "contiguous") == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert world2.run(rotary_positions, "zigzag") == [[0, 1, 6, 7], [2, 3, 4, 5]]
+
+
+def loss_without_targets(rank_without: int) -> None:
+    """All targets of one rank are masked: the loss is still the mean over the row, and has a graph everywhere."""
+    config = ContextParallelConfig(ring_degree=2, layout="contiguous")
+    row, layout = Row([8], masked=0), SequenceLayout([8], config)
+    row.shift_labels[rank_without * 4 : rank_without * 4 + 4] = -100
+    model = apply_context_parallel(tiny_model(), config)
+    mesh = context_parallel_state(model).mesh
+    loss = model(**row.local_batch(layout, mesh.cp_rank)).loss
+    untouched = tiny_model()
+    expected = untouched(**row.whole_batch()).loss
+    assert abs(loss - expected) < 1e-6 and loss.requires_grad
+    loss.backward()
+    expected.backward()
+    got = averaged_gradients(model, mesh)["lm_head.weight"]
+    assert relative_error(got, untouched.lm_head.weight.grad) < 1e-6
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("rank_without", [0, 1])
+def test_a_rank_without_targets(world2, rank_without):
+    world2.run(loss_without_targets, rank_without)
+
+
+def no_targets_at_all() -> None:
+    config = ContextParallelConfig(ring_degree=2)
+    row, layout = Row([8], masked=1.0), SequenceLayout([8], config)
+    model = apply_context_parallel(tiny_model(), config)
+    for count in ({}, {"num_items_in_batch": torch.tensor(0)}):
+        loss = model(**row.local_batch(layout, dist.get_rank()), **count).loss
+        loss.backward()
+        assert loss.item() == 0.0
+    assert all(not p.grad.any() for p in model.parameters())
+
+
+@pytest.mark.distributed
+def test_a_row_without_targets_has_zero_loss_and_zero_gradients(world2):
+    world2.run(no_targets_at_all)
+
+
+def widest_logits(vocab_size: int) -> int:
+    """Rows of the largest tensor with a vocabulary axis that a training step holds."""
+    config = ContextParallelConfig(ring_degree=4, loss_chunk_tokens=32)
+    row, layout = Row([512]), SequenceLayout([512], config)
+    model = apply_context_parallel(tiny_model(dtype=torch.float32, vocab_size=vocab_size), config)
+    rows = []
+
+    class Record(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.ndim and result.shape[-1] == vocab_size:
+                rows.append(result.numel() // vocab_size)
+            return result
+
+    with Record():
+        model(**row.local_batch(layout, dist.get_rank())).loss.backward()
+    return max(rows)
+
+
+@pytest.mark.distributed
+def test_logits_of_a_whole_shard_never_exist(world4):
+    assert max(world4.run(widest_logits, 1000)) <= 32
+
+
+def two_models() -> None:
+    """One config object, two models, one of them patched, with other heads beside a third."""
+    shared = tiny_model().config
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(0)
+    patched, other = LlamaForCausalLM(shared).double(), LlamaForCausalLM(shared).double()
+    third = apply_context_parallel(tiny_model(num_attention_heads=8, num_key_value_heads=8), ContextParallelConfig(2))
+    row = Row(LENGTHS)
+    before = other(**row.whole_batch()).loss
+    apply_context_parallel(patched, ContextParallelConfig(2))
+    assert other.config._attn_implementation == "sdpa"
+    assert other(**row.whole_batch()).loss.equal(before)
+    layout = SequenceLayout(LENGTHS, ContextParallelConfig(2))
+    for model in (patched, third, patched):
+        assert model(**row.local_batch(layout, dist.get_rank())).loss.isfinite()
+
+
+@pytest.mark.distributed
+def test_two_models_do_not_see_each_other(world2):
+    world2.run(two_models)
+
+
+def wrong_batches() -> None:
+    """Each of these must raise on both ranks, quickly."""
+    config = ContextParallelConfig(ring_degree=2)
+    model, row = apply_context_parallel(tiny_model(), config), Row([16])
+    layout, rank = SequenceLayout([16], config), dist.get_rank()
+    good = row.local_batch(layout, rank)
+
+    def expect(message: str, **changes) -> None:
+        batch = {k: v for k, v in (good | changes).items() if v is not None}
+        with pytest.raises((ValueError, RuntimeError), match=message):
+            model(**batch)
+
+    expect("no hf_cp_layout", hf_cp_layout=None)
+    expect("no shift_labels", shift_labels=None)
+    expect(r"input_ids has shape \(1, 16\)", input_ids=row.input_ids[None])
+    expect(r"input_ids has shape \(2, 8\)", input_ids=good["input_ids"].repeat(2, 1))
+    expect("not all ones", attention_mask=torch.tensor([[1] * 7 + [0]]))
+    expect("sharded for ring x ulysses = 1 x 2", hf_cp_layout=SequenceLayout([16], ContextParallelConfig(1, 2)))
+    # at fault on one rank only: the other one is told
+    if rank == 0:
+        expect("input_ids has shape", input_ids=row.input_ids[None])
+        expect("different rows", hf_cp_layout=SequenceLayout([8, 8], config))
+    else:
+        expect(r"cp_rank \[0\]")
+        expect("different rows")
+    assert model(**good, attention_mask=torch.ones(1, 8)).loss.isfinite()
+
+
+@pytest.mark.distributed
+def test_wrong_batches_are_refused_on_every_rank(world2):
+    world2.run(wrong_batches, timeout=20)
+
+
+def sliding_window(family: str, settings: dict, lengths: tuple[int, ...]) -> float:
+    config, row = ContextParallelConfig(ring_degree=2), Row(lengths)
+    expected = tiny_model(family, **settings)(**row.whole_batch()).loss
+    model = apply_context_parallel(tiny_model(family, **settings), config)
+    loss = model(**row.local_batch(SequenceLayout(lengths, config), dist.get_rank())).loss
+    return abs(loss - expected).item()
+
+
+QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("family", "settings"), [("mistral", {"sliding_window": 4}), ("qwen2", QWEN_WINDOW)])
+def test_a_window_shorter_than_a_document_is_refused(world2, family, settings):
+    for error in world2.run(sliding_window, family, settings, (16,), timeout=20, expect_error=True):
+        assert "window=4 is shorter than the longest document (16 tokens)" in error.message
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("family", "settings", "lengths"),
+    [
+        ("mistral", {"sliding_window": 16}, (16, 9)),
+        ("mistral", {"sliding_window": 4}, (4, 3, 4)),
+        ("qwen2", {"use_sliding_window": False, "sliding_window": 4}, (16,)),
+        ("qwen2", QWEN_WINDOW, (4, 3, 4)),
+    ],
+)
+def test_windows_that_hide_nothing_run(world2, family, settings, lengths):
+    assert max(world2.run(sliding_window, family, settings, lengths)) < 1e-6
+
+
+def test_cp_1_leaves_the_model_alone():
+    model = tiny_model()
+    attributes = dict(vars(model))
+    assert apply_context_parallel(model, ContextParallelConfig()) is model
+    assert vars(model).keys() == attributes.keys() and model.config._attn_implementation == "sdpa"
+    assert context_parallel_state(model) is None
+    assert remove_context_parallel(model) is model
+
+
+def test_remove_restores_the_model():
+    model, row = tiny_model(), Row(LENGTHS)
+    before = model(**row.whole_batch()).loss
+    keys = set(vars(model))
+    apply_context_parallel(model, ContextParallelConfig(force=True))
+    with pytest.raises(ValueError, match="no hf_cp_layout"):
+        model(**row.whole_batch())
+    with pytest.raises(ValueError, match="already context-parallel"):
+        apply_context_parallel(model, ContextParallelConfig(force=True))
+    remove_context_parallel(model)
+    assert set(vars(model)) == keys and "forward" not in vars(model)
+    assert model(**row.whole_batch()).loss.equal(before)
+
+
+def test_disabled_inside_a_block_even_if_it_raises():
+    model, row = apply_context_parallel(tiny_model(), ContextParallelConfig(force=True)), Row(LENGTHS)
+    expected = tiny_model()(**row.whole_batch())
+    with context_parallel_disabled(model):
+        assert model(**row.whole_batch()).logits.equal(expected.logits)
+    with pytest.raises(RuntimeError, match="stop"), context_parallel_disabled(model):
+        raise RuntimeError("stop")
+    batch = row.local_batch(SequenceLayout(LENGTHS, ContextParallelConfig()), 0)
+    assert abs(model(**batch).loss - expected.loss) < 1e-6
+
+
+def test_generate_runs_the_original_attention():
+    prompt = torch.tensor([[5, 6, 7, 8]])
+    settings = {"max_new_tokens": 6, "do_sample": False}
+    expected = tiny_model().generate(prompt, **settings)
+    model = apply_context_parallel(tiny_model(), ContextParallelConfig(force=True))
+    assert model.generate(prompt, **settings).equal(expected)
+    assert model.config._attn_implementation == "hf_cp_usp"
+
+
+def test_a_saved_model_does_not_mention_the_patch(tmp_path):
+    model = apply_context_parallel(tiny_model(), ContextParallelConfig(force=True))
+    model.save_pretrained(tmp_path)
+    assert "hf_cp" not in (tmp_path / "config.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "message"),
+    [
+        ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "'dynamic' RoPE"),
+    ],
+)
+def test_settings_that_cannot_be_exact_are_refused(family, settings, message):
+    with pytest.raises(ValueError, match=message):
+        apply_context_parallel(tiny_model(family, **settings), ContextParallelConfig(force=True))
+
+
+def test_unknown_models_are_refused():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=8, n_positions=8, n_embd=8, n_layer=1, n_head=2))
+    with pytest.raises(ValueError, match="model_type 'gpt2'.*llama, mistral, qwen2, qwen3"):
+        apply_context_parallel(gpt2, ContextParallelConfig(force=True))
+    with pytest.raises(ValueError, match="headless|not supported"):
+        apply_context_parallel(tiny_model().model, ContextParallelConfig(force=True))
+    with pytest.raises(ValueError, match="holds no Hugging Face PreTrainedModel"):
+        apply_context_parallel(nn.Linear(2, 2), ContextParallelConfig(force=True))
+
+
+def test_heads_are_checked_before_the_world():
+    with pytest.raises(ValueError, match="does not divide the 4 query heads"):
+        apply_context_parallel(tiny_model(), ContextParallelConfig(ulysses_degree=3))
+
+
+def test_a_removed_model_can_be_collected():
+    model = apply_context_parallel(tiny_model(), ContextParallelConfig(force=True))
+    remove_context_parallel(model)
+    gone = []
+    weak = __import__("weakref").finalize(model, gone.append, True)
+    del model
+    gc.collect()
+    assert gone and not weak.alive

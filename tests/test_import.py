@@ -1,0 +1,176 @@
+"""The package is quiet, light, and layered: what an import costs, and who may import whom."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "hf_cp"
+
+# Imports point downwards only: a part may import itself and what stands in its row.
+MAY_IMPORT = {
+    "config": set(),
+    "sequence": {"config"},
+    "parallel": {"config", "sequence"},
+    "attention": {"config", "sequence", "parallel"},
+    "models": {"config", "sequence", "parallel", "attention"},
+    "data": {"config", "sequence", "parallel"},
+    "training": {"config", "sequence", "parallel", "models", "data"},
+    "tools": {"config", "sequence", "parallel", "attention", "models", "data", "training"},
+}
+OPTIONAL = ("datasets", "deepspeed", "flash_attn", "matplotlib", "pandas", "peft", "pytest")
+
+IMPORT_PROBE = """
+import json, os, sys, time
+import torch, transformers  # their cost and their settings are not ours
+before = dict(os.environ)
+began = time.perf_counter()
+import hf_cp
+seconds = time.perf_counter() - began
+changed = sorted(set(before.items()) ^ set(os.environ.items()))
+sys.stderr.write(json.dumps({"seconds": seconds, "changed": changed, "modules": sorted(sys.modules)}))
+"""
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def part_of(module: str) -> str:
+    """The part of the package that a module belongs to; the package itself and __main__ stand above all parts."""
+    names = module.split(".")
+    return names[1] if len(names) > 1 else "hf_cp"
+
+
+def own_imports(tree: ast.AST, module: str, is_package: bool) -> Iterator[str]:
+    """Every hf_cp module that the source names in an import, wherever it stands."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "hf_cp")
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                names = module.split(".")
+                above = names[: len(names) - node.level + is_package]
+                base = ".".join([*above, base] if base else above)
+            if base == "hf_cp":  # `from hf_cp import sequence`
+                yield from (f"hf_cp.{alias.name}" for alias in node.names)
+            elif base.startswith("hf_cp."):
+                yield base
+
+
+def wrong_imports(source: str, module: str, is_package: bool = False) -> list[str]:
+    part = part_of(module)
+    if part not in MAY_IMPORT:  # hf_cp/__init__.py and hf_cp/__main__.py
+        return []
+    allowed = MAY_IMPORT[part] | {part}
+    found = own_imports(ast.parse(source), module, is_package)
+    return [name for name in found if part_of(name) in MAY_IMPORT and part_of(name) not in allowed]
+
+
+class _DistributedUses(ast.NodeVisitor):
+    """Line numbers where torch.distributed is imported or reached as an attribute, type checking aside."""
+
+    def __init__(self) -> None:
+        self.lines: list[int] = []
+
+    def visit_If(self, node: ast.If) -> None:
+        name = node.test.attr if isinstance(node.test, ast.Attribute) else getattr(node.test, "id", None)
+        if name == "TYPE_CHECKING":
+            for child in node.orelse:
+                self.visit(child)
+        else:
+            self.generic_visit(node)
+
+    def visit_Import(self, node: ast.Import) -> None:
+        self._note(node, any(alias.name.startswith("torch.distributed") for alias in node.names))
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        from_torch = node.module == "torch" and any(alias.name == "distributed" for alias in node.names)
+        self._note(node, from_torch or (node.module or "").startswith("torch.distributed"))
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        is_torch = isinstance(node.value, ast.Name) and node.value.id == "torch"
+        self._note(node, is_torch and node.attr == "distributed")
+        self.generic_visit(node)
+
+    def _note(self, node: ast.AST, found: bool) -> None:
+        if found:
+            self.lines.append(node.lineno)
+
+
+def distributed_uses(source: str) -> list[int]:
+    visitor = _DistributedUses()
+    visitor.visit(ast.parse(source))
+    return visitor.lines
+
+
+@pytest.fixture(scope="module")
+def fresh_import() -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", IMPORT_PROBE], cwd=ROOT, capture_output=True, text=True, timeout=100, check=True
+    )
+
+
+def test_import_prints_nothing_and_sets_no_environment(fresh_import: subprocess.CompletedProcess) -> None:
+    assert fresh_import.stdout == ""
+    assert json.loads(fresh_import.stderr)["changed"] == []  # fails too when anything else is written there
+
+
+def test_import_is_quick_and_leaves_optional_packages_alone(fresh_import: subprocess.CompletedProcess) -> None:
+    found = json.loads(fresh_import.stderr)
+    loaded = {name.split(".")[0] for name in found["modules"]}
+    assert sorted(loaded & set(OPTIONAL)) == []
+    assert found["seconds"] < 5.0  # about 0.1 s on an idle machine
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_point_downwards_only(path: Path) -> None:
+    assert part_of(module_name(path)) in {*MAY_IMPORT, "hf_cp", "__main__"}, "add the new part to MAY_IMPORT"
+    wrong = wrong_imports(path.read_text(), module_name(path), path.name == "__init__.py")
+    assert wrong == [], f"hf_cp.{part_of(module_name(path))} may not import {wrong}"
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_only_parallel_calls_torch_distributed(path: Path) -> None:
+    if part_of(module_name(path)) != "parallel":
+        assert distributed_uses(path.read_text()) == []
+
+
+def test_the_import_check_sees_every_form() -> None:
+    module = "hf_cp.sequence.layout"
+    for source in (
+        "import hf_cp.models.patch",
+        "from hf_cp.models import patch",
+        "from hf_cp import models",
+        "from ..models.patch import apply",
+        "def f():\n    from hf_cp.models import patch",
+    ):
+        assert wrong_imports(source, module) != [], source
+    assert wrong_imports("from .. import models", "hf_cp.sequence", is_package=True) != []
+    assert wrong_imports("from .layout import X", "hf_cp.sequence", is_package=True) == []
+    assert wrong_imports("from hf_cp.config import X\nfrom .plan import Y\nimport torch", module) == []
+
+
+def test_the_torch_distributed_check_sees_every_form() -> None:
+    for source in (
+        "import torch.distributed as dist",
+        "from torch import distributed",
+        "from torch.distributed.device_mesh import DeviceMesh",
+        "import torch\ntorch.distributed.barrier()",
+        "if TYPE_CHECKING:\n    pass\nelse:\n    import torch.distributed",
+    ):
+        assert distributed_uses(source) != [], source
+    assert distributed_uses("if TYPE_CHECKING:\n    from torch.distributed import ProcessGroup") == []
