@@ -34,23 +34,23 @@ class RingAttention(torch.autograd.Function):
         kernel: Kernel,
         scale: float,
     ) -> torch.Tensor:  # [T, H, D]
-        kv = torch.stack((k, v))  # [2, T, G, D]: one message
         ctx.mesh, ctx.plan, ctx.kernel, ctx.scale = mesh, plan, kernel, scale
-        out, lse = _ring_forward(q, kv, ctx)
+        out, lse = _ring_forward(q, k, v, ctx)
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, kv, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse)
         return out
 
     @staticmethod
     def backward(ctx, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, kv, out, lse = ctx.saved_tensors
-        grad_q, grad_kv = _ring_backward(grad_out, q, kv, out, lse, ctx)
-        grad_k, grad_v = grad_kv.to(kv.dtype).unbind(0)
+        q, k, v, out, lse = ctx.saved_tensors
+        grad_q, grad_kv = _ring_backward(grad_out, q, k, v, out, lse, ctx)
+        grad_k, grad_v = grad_kv.to(k.dtype).unbind(0)
         return grad_q.to(q.dtype), grad_k, grad_v, None, None, None, None
 
 
-def _ring_forward(q: torch.Tensor, kv: torch.Tensor, ctx) -> tuple[torch.Tensor, torch.Tensor]:
+def _ring_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx) -> tuple[torch.Tensor, torch.Tensor]:
     mesh, rank, size = ctx.mesh, ctx.mesh.ring_rank, ctx.mesh.ring_size
+    kv = _one_message(k, v, size)
     out, lse = empty_result(q)
     for step in range(size):
         next_kv = start_hop(kv, mesh, tag=KV_TAG) if step + 1 < size else None
@@ -66,12 +66,19 @@ def _ring_forward(q: torch.Tensor, kv: torch.Tensor, ctx) -> tuple[torch.Tensor,
 
 
 def _ring_backward(
-    grad_out: torch.Tensor, q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, ctx
+    grad_out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    ctx,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     mesh, rank, size = ctx.mesh, ctx.mesh.ring_rank, ctx.mesh.ring_size
+    kv = _one_message(k, v, size)
     dtype = accumulator_dtype(q.dtype)
     grad_q = torch.zeros_like(q, dtype=dtype)
-    own_grad_kv = torch.zeros_like(kv, dtype=dtype)
+    own_grad_kv = torch.zeros((2, *k.shape), dtype=dtype, device=k.device)
     grad_kv, grad_hop = own_grad_kv, None
     for step in range(size):
         next_kv = start_hop(kv, mesh, tag=KV_TAG) if step + 1 < size else None
@@ -95,3 +102,8 @@ def _ring_backward(
     if grad_hop is not None:
         own_grad_kv += grad_hop.wait()
     return grad_q, own_grad_kv
+
+
+def _one_message(k: torch.Tensor, v: torch.Tensor, ring_size: int) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """K and V as [2, T, G, D] to send; the pair itself, uncopied, if nothing will be sent."""
+    return torch.stack((k, v)) if ring_size > 1 else (k, v)
