@@ -1,0 +1,16 @@
+"""From data sets to this rank's batches: documents, packed rows, collator, loader."""
+
+from hf_cp.data.collator import DataCollatorForContextParallel, PackedRow
+from hf_cp.data.documents import Document, prepare_documents, to_documents
+from hf_cp.data.loader import ContextParallelDataLoader
+from hf_cp.data.packed import PackedDataset
+
+__all__ = [
+    "ContextParallelDataLoader",
+    "DataCollatorForContextParallel",
+    "Document",
+    "PackedDataset",
+    "PackedRow",
+    "prepare_documents",
+    "to_documents",
+]

@@ -1,0 +1,234 @@
+"""Features in, this rank's batch out.
+
+All documents of the features form one row. Targets are shifted inside each document first; only then does the row's
+`SequenceLayout` say which tokens this rank holds. So every target of the row is on exactly one rank, whatever the
+layout, and the local batch needs no knowledge of its neighbours:
+
+>>> collator = DataCollatorForContextParallel(ContextParallelConfig(ring_degree=2), cp_rank=0)
+>>> batch = collator([{"input_ids": [10, 11, 12, 13, 14, 15, 16, 17]}])
+>>> batch["input_ids"].tolist(), batch["shift_labels"].tolist()
+([[10, 11, 16, 17]], [[11, 12, 17, -100]])
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_cp.config import ContextParallelConfig
+from hf_cp.data.documents import IGNORE_INDEX, OVERFLOWS, Document, PreparedDocuments, prepare_documents
+from hf_cp.parallel.mesh import ContextParallelMesh
+from hf_cp.sequence.layout import SequenceLayout
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class PackedRow:
+    """A whole row before it is split: int64 [num_tokens] each, and the layout that splits it.
+
+    `shift_labels` are the next-token targets, -100 at the last token of every document.
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    labels: torch.Tensor
+    shift_labels: torch.Tensor
+    layout: SequenceLayout
+
+    @classmethod
+    def from_documents(cls, documents: Sequence[Document], config: ContextParallelConfig) -> PackedRow:
+        """Concatenates `documents` in order; positions count inside each document unless it brings its own."""
+
+        def join(arrays: Iterable[np.ndarray]) -> torch.Tensor:
+            return torch.from_numpy(np.concatenate(list(arrays)).astype(np.int64))
+
+        return cls(
+            input_ids=join(document.input_ids for document in documents),
+            position_ids=join(document.positions for document in documents),
+            labels=join(document.labels for document in documents),
+            shift_labels=join(document.shift_labels for document in documents),
+            layout=SequenceLayout([len(document) for document in documents], config),
+        )
+
+    @property
+    def digest(self) -> int:
+        """A signed 64-bit hash of ids, labels, positions and layout: equal on all ranks that hold parts of one row."""
+        digest = hashlib.blake2b(self.layout.digest.encode(), digest_size=8)
+        for tensor in (self.input_ids, self.labels, self.position_ids):
+            digest.update(tensor.numpy())
+        return int.from_bytes(digest.digest(), "big", signed=True)
+
+    def local_batch(self, cp_rank: int, *, pad_token_id: int = 0) -> dict[str, Any]:
+        """The part of `cp_rank`, int64 [1, local_length] each, with the layout."""
+
+        def local(tensor: torch.Tensor, pad_value: int) -> torch.Tensor:
+            return self.layout.shard(tensor, cp_rank, pad_value=pad_value).unsqueeze(0)
+
+        return {
+            "input_ids": local(self.input_ids, pad_token_id),
+            "position_ids": local(self.position_ids, 0),
+            "labels": local(self.labels, IGNORE_INDEX),
+            "shift_labels": local(self.shift_labels, IGNORE_INDEX),
+            "hf_cp_layout": self.layout,
+        }
+
+    def whole_batch(self) -> dict[str, Any]:
+        """The row as an unpatched Hugging Face model takes it: int64 [1, num_tokens] each, and document borders."""
+        cu_seqlens, max_seqlen = self.layout.cu_seqlens, self.layout.max_seqlen
+        return {
+            "input_ids": self.input_ids.unsqueeze(0),
+            "position_ids": self.position_ids.unsqueeze(0),
+            "labels": self.labels.unsqueeze(0),
+            "shift_labels": self.shift_labels.unsqueeze(0),
+            "cu_seq_lens_q": cu_seqlens,
+            "cu_seq_lens_k": cu_seqlens,
+            "max_length_q": max_seqlen,
+            "max_length_k": max_seqlen,
+        }
+
+
+@dataclass
+class DataCollatorForContextParallel:
+    """Makes one row of all features and returns this rank's part of it.
+
+    Every rank of a context-parallel group must be given the same features; the packed loader checks it.
+
+    Args:
+        config (`ContextParallelConfig` or `ContextParallelMesh`): how rows are split; a mesh also gives `cp_rank`.
+        cp_rank (`int`, *optional*): this process's rank in its group; by default `RANK` modulo `cp_size`, read when
+            the first batch is made (consecutive ranks share a row).
+        max_tokens (`int`, *optional*): the longest row allowed. The packed loader fills rows up to it; without it, it
+            does not pack.
+        overflow (`str`, *optional*, defaults to `"error"`): what to do with a document longer than `max_tokens`:
+            `"error"`, `"truncate"`, `"split"` (into documents of their own) or `"drop"`.
+        tokenizer (*optional*): a Hugging Face tokenizer, for features that hold text or chats.
+        pad_token_id (`int`, *optional*, defaults to 0): fills the slots after a shard's last token; its value has no
+            influence, but it must be in the vocabulary.
+        assistant_only_loss (`bool`, *optional*, defaults to `True`): chats carry loss on the assistant's tokens only.
+
+    Returns (when called):
+        `dict`: `input_ids`, `position_ids`, `labels`, `shift_labels`, int64 [1, local tokens], and `hf_cp_layout`, the
+        `SequenceLayout` of the row. If context parallelism is off (`cp_size` 1 without `force`) the whole row with
+        `cu_seq_lens_q/k` (int32 [num_docs + 1]) and `max_length_q/k` (`int`) instead of the layout.
+
+    Raises:
+        ValueError: an argument is out of range, a feature cannot be read, or the row is longer than `max_tokens`.
+    """
+
+    config: ContextParallelConfig | ContextParallelMesh
+    cp_rank: int | None = None
+    max_tokens: int | None = None
+    overflow: str = "error"
+    tokenizer: Any = None
+    pad_token_id: int = 0
+    assistant_only_loss: bool = True
+
+    def __post_init__(self):
+        if isinstance(self.config, ContextParallelMesh):  # process groups cannot travel to loader workers
+            self.config, mesh = self.config.config, self.config
+            self.cp_rank = mesh.cp_rank if self.cp_rank is None else self.cp_rank
+        if self.overflow not in OVERFLOWS:
+            raise ValueError(f"overflow={self.overflow!r} does not exist. Choose one of {', '.join(OVERFLOWS)}.")
+        if self.max_tokens is not None and (not isinstance(self.max_tokens, int) or self.max_tokens < 1):
+            raise ValueError(
+                f"max_tokens={self.max_tokens!r} must be a positive integer, or None for rows of any length."
+            )
+        if self.overflow != "error" and self.max_tokens is None:
+            raise ValueError(
+                f"overflow={self.overflow!r} needs a limit, but max_tokens is None, so no document is ever too long. "
+                "Set max_tokens, or leave overflow out."
+            )
+        cp_size = self.config.cp_size
+        if self.cp_rank is not None and not 0 <= self.cp_rank < cp_size:
+            raise ValueError(
+                f"cp_rank={self.cp_rank} is outside of a group of cp_size={cp_size}. Use 0 to {cp_size - 1}."
+            )
+        self._has_reported = False
+
+    def __call__(self, features: Sequence[Any]) -> dict[str, Any]:
+        prepared = self.prepare(features)
+        if prepared.counts and not self._has_reported:
+            self._has_reported = True
+            if os.environ.get("RANK", "0") == "0":
+                logger.info("Documents of a batch were changed: %s (later batches are not reported).", prepared.counts)
+        return self.collate(prepared.documents)[0]
+
+    def prepare(self, features: Iterable[Any]) -> PreparedDocuments:
+        """Reads features by this collator's rules (tokenizer, `max_tokens`, `overflow`)."""
+        return prepare_documents(
+            features,
+            max_tokens=self.max_tokens,
+            overflow=self.overflow,
+            tokenizer=self.tokenizer,
+            assistant_only_loss=self.assistant_only_loss,
+        )
+
+    def collate(self, documents: Sequence[Document]) -> tuple[dict[str, Any], int]:
+        """This rank's batch of a row of `documents`, and the digest of the whole row ([`PackedRow.digest`])."""
+        num_tokens = sum(len(document) for document in documents)
+        if self.max_tokens is not None and num_tokens > self.max_tokens:
+            raise ValueError(
+                f"The row has {num_tokens:,} tokens in {len(documents)} documents, more than max_tokens="
+                f"{self.max_tokens:,}.\n  Give the collator fewer features at a time (per_device_train_batch_size), "
+                "raise max_tokens, or use the packed loader, which fills rows up to max_tokens."
+            )
+        row = PackedRow.from_documents(documents, self.config)
+        if self.config.enabled:
+            return row.local_batch(self._own_cp_rank(), pad_token_id=self.pad_token_id), row.digest
+        _check_borders_show_in_positions(documents)
+        return row.whole_batch(), row.digest
+
+    def masked_row(self) -> list[Document]:
+        """A row that trains nothing: every label is -100, and every rank gets a token or padding."""
+        size = min(self.config.cp_size, self.max_tokens or self.config.cp_size)
+        ids = np.full(size, self.pad_token_id, dtype=np.int32)
+        return [Document(ids, np.full(size, IGNORE_INDEX, dtype=np.int32))]
+
+    def for_rank(self, mesh: ContextParallelMesh) -> DataCollatorForContextParallel:
+        """A copy that makes the batches of this process in `mesh`.
+
+        Raises:
+            ValueError: the mesh was made from another config, or `cp_rank` was set to another rank.
+        """
+        if mesh.config != self.config:
+            raise ValueError(
+                f"The collator splits rows by {self.config}, the mesh by {mesh.config}.\n  Make both from one config."
+            )
+        if self.cp_rank not in (None, mesh.cp_rank):
+            raise ValueError(
+                f"The collator was made for cp_rank={self.cp_rank}, but this process is cp_rank={mesh.cp_rank} of the "
+                "mesh. Leave cp_rank out."
+            )
+        collator = copy.copy(self)
+        collator.cp_rank = mesh.cp_rank
+        return collator
+
+    def _own_cp_rank(self) -> int:
+        if self.cp_rank is not None or self.config.cp_size == 1:
+            return self.cp_rank or 0
+        if "RANK" not in os.environ:
+            raise ValueError(
+                f"cp_rank is unknown: it was not given and RANK is not set, but cp_size={self.config.cp_size}.\n"
+                "  Start the script with accelerate launch or torchrun, or pass cp_rank or a ContextParallelMesh."
+            )
+        return int(os.environ["RANK"]) % self.config.cp_size
+
+
+def _check_borders_show_in_positions(documents: Sequence[Document]) -> None:
+    """An unpatched model tells documents apart where positions do not go on by 1; if they do, attention would leak."""
+    for index, (document, following) in enumerate(zip(documents, documents[1:], strict=False)):
+        if following.positions[0] == document.positions[-1] + 1:
+            raise ValueError(
+                f"Documents {index} and {index + 1} of the row have running position_ids ({document.positions[-1]} is "
+                f"followed by {following.positions[0]}), which an unpatched model takes for one document.\n"
+                "  Leave position_ids out, or use ContextParallelConfig(force=True)."
+            )

@@ -1,0 +1,334 @@
+"""Documents: one feature of a data set in, token arrays with aligned labels out.
+
+A document is the unit that attention, positions and labels know: attention does not cross its borders, positions count
+inside it, and the next-token targets are shifted inside it, so its last token has none. Everything a data set may hold
+(padding, several documents in one feature, text, chats) is resolved here, once; later stages only concatenate.
+
+>>> [doc.shift_labels.tolist() for doc in to_documents({"input_ids": [10, 11, 12, 13, 14], "seq_lengths": [3, 2]})]
+[[11, 12, -100], [14, -100]]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from hf_cp.data.text import TEXT_COLUMNS, tokenize_feature
+from hf_cp.sequence.packing import DocumentCounts
+
+IGNORE_INDEX = -100
+OVERFLOWS = ("error", "truncate", "split", "drop")
+# TRL's names; 1 where a token carries loss.
+LOSS_MASK_COLUMNS = ("completion_mask", "assistant_masks")
+# Columns that change what a token means or where a document ends; ignoring them would train on something else.
+REFUSED_COLUMNS = ("inputs_embeds", "pixel_values", "seq_idx", "cu_seq_lens_q", "chosen", "rejected")
+
+
+@dataclass(frozen=True, eq=False)
+class Document:
+    """One document: at least one token, and a label for each.
+
+    Args:
+        input_ids (`np.ndarray`): int32 [length].
+        labels (`np.ndarray`): int32 [length], aligned with `input_ids` (not shifted); -100 where there is no loss.
+            May be the very array `input_ids`, so that a plain corpus is held once.
+        position_ids (`np.ndarray`, *optional*): int32 [length], rising by 1; `None` counts from 0.
+    """
+
+    input_ids: np.ndarray
+    labels: np.ndarray
+    position_ids: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def positions(self) -> np.ndarray:
+        """int32 [length]: `position_ids`, or 0, 1, 2, ..."""
+        return np.arange(len(self), dtype=np.int32) if self.position_ids is None else self.position_ids
+
+    @property
+    def shift_labels(self) -> np.ndarray:
+        """int32 [length]: the target of each token, `labels[i + 1]`; -100 for the last one, whatever follows it.
+
+        The label of the first token is nobody's target: a document of n tokens has at most n - 1 targets.
+        """
+        return np.append(self.labels[1:], np.int32(IGNORE_INDEX))
+
+    def cut(self, start: int, stop: int) -> Document:
+        """Tokens `start` to `stop` as a document; positions given by the user stay as they are."""
+        return replace(
+            self,
+            input_ids=self.input_ids[start:stop],
+            labels=self.labels[start:stop],
+            position_ids=None if self.position_ids is None else self.position_ids[start:stop],
+        )
+
+
+@dataclass(frozen=True)
+class PreparedDocuments:
+    """Documents that are ready to be packed.
+
+    Args:
+        documents (`tuple[Document, ...]`): in the order of the data set; none is empty or too long.
+        sources (`tuple[int, ...]`): index of the feature that each one came from.
+        counts (`DocumentCounts`): how many were left out or cut.
+    """
+
+    documents: tuple[Document, ...]
+    sources: tuple[int, ...]
+    counts: DocumentCounts
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each document."""
+        return tuple(len(document) for document in self.documents)
+
+
+def prepare_documents(
+    features: Iterable[Any],
+    *,
+    max_tokens: int | None = None,
+    overflow: str = "error",
+    tokenizer: Any = None,
+    assistant_only_loss: bool = True,
+) -> PreparedDocuments:
+    """Turns features into documents of at most `max_tokens` tokens.
+
+    Args:
+        features (iterable): what [`to_documents`] takes.
+        max_tokens (`int`, *optional*): longest document allowed; `None` allows any.
+        overflow (`str`, *optional*, defaults to `"error"`): what happens to a longer document. `"truncate"` keeps its
+            first `max_tokens` tokens; `"split"` cuts it into pieces of `max_tokens` that become documents of their
+            own (attention does not cross the cut, positions counted from 0 restart, the token before the cut has no
+            target); `"drop"` leaves it out.
+        tokenizer, assistant_only_loss: see [`to_documents`].
+
+    Raises:
+        ValueError: a feature cannot be read (the message names it), a document is too long with `overflow="error"`, or
+            no document is left.
+    """
+    documents: list[Document] = []
+    sources: list[int] = []
+    counts = DocumentCounts()
+    for index, feature in enumerate(features):
+        name = f"Feature {index}"
+        found = to_documents(feature, tokenizer=tokenizer, assistant_only_loss=assistant_only_loss, name=name)
+        counts += DocumentCounts(empty=not found)
+        for document in found:
+            kept, changed = _fit(document, max_tokens=max_tokens, overflow=overflow, name=name)
+            counts += changed
+            documents += kept
+            sources += [index] * len(kept)
+    if not documents:
+        raise ValueError(
+            f"No document is left to train on: {counts.empty:,} empty, {counts.dropped:,} longer than "
+            f"max_tokens={max_tokens}.\n  Pass at least one document with a token in it, or raise max_tokens."
+        )
+    return PreparedDocuments(tuple(documents), tuple(sources), counts)
+
+
+def _fit(
+    document: Document, *, max_tokens: int | None, overflow: str, name: str
+) -> tuple[list[Document], DocumentCounts]:
+    """The document, or what `overflow` makes of it when it is too long."""
+    length = len(document)
+    if max_tokens is None or length <= max_tokens:
+        return [document], DocumentCounts()
+    if overflow == "truncate":
+        return [document.cut(0, max_tokens)], DocumentCounts(truncated=1)
+    if overflow == "drop":
+        return [], DocumentCounts(dropped=1)
+    if overflow == "split":
+        pieces = [document.cut(start, start + max_tokens) for start in range(0, length, max_tokens)]
+        return pieces, DocumentCounts(split=1)
+    raise ValueError(
+        f"{name} has {length:,} tokens, more than max_tokens={max_tokens:,}.\n"
+        f"  Raise max_tokens, or choose overflow='truncate', 'split' or 'drop'."
+    )
+
+
+def to_documents(
+    feature: Any, *, tokenizer: Any = None, assistant_only_loss: bool = True, name: str = "The feature"
+) -> list[Document]:
+    """Reads one feature of a data set.
+
+    Args:
+        feature (`Mapping`, token list or [`Document`]): a mapping has one of
+
+            - `input_ids`, with optional `labels` (aligned, not shifted; default: the ids), `attention_mask` (zeros at
+              either end are padding and are cut off), `completion_mask` / `assistant_masks` (0 takes a token out of
+              the loss), `seq_lengths` (several documents, back to back) and `position_ids`. Positions that rise by 1
+              from any start are kept as they are; where they restart at 0, a new document begins;
+            - `prompt` and `completion`, both strings or both token lists: loss on the completion only;
+            - `messages` (and `tools`): a chat, through the tokenizer's template;
+            - `text`.
+
+            Columns that are `None` count as absent; other columns are not read.
+        tokenizer (*optional*): a Hugging Face tokenizer; needed for text and chats.
+        assistant_only_loss (`bool`, *optional*, defaults to `True`): chats carry loss on the assistant's tokens only.
+        name (`str`): how error messages call the feature.
+
+    Returns:
+        `list[Document]`: usually one; none if the feature has no token.
+
+    Raises:
+        ValueError: the feature cannot be read; the message says what, with the numbers.
+    """
+    if isinstance(feature, Document):
+        return [feature]
+    if isinstance(feature, str):
+        raise ValueError(f"{name} is a bare string of {len(feature)} characters. Pass {{'text': ...}} instead.")
+    columns = _present_columns(feature if isinstance(feature, Mapping) else {"input_ids": feature}, name)
+    if "input_ids" not in columns:
+        ids, labels = tokenize_feature(
+            columns, tokenizer=tokenizer, assistant_only_loss=assistant_only_loss, name=name
+        )
+        columns = {"input_ids": ids} if labels is None else {"input_ids": ids, "labels": labels}
+    arrays = _token_arrays(columns, name)
+    if not len(arrays["input_ids"]):
+        return []
+    borders = _document_borders(arrays, columns.get("seq_lengths"), name)
+    whole = Document(arrays["input_ids"], _masked_labels(arrays, name), arrays.get("position_ids"))
+    documents = [whole.cut(a, b) for a, b in zip(borders[:-1], borders[1:], strict=True) if b > a]
+    if "shift_labels" in arrays:
+        _check_shift_labels(documents, arrays["shift_labels"], name)
+    return [_without_default_positions(document) for document in documents]
+
+
+def _present_columns(feature: Mapping, name: str) -> dict[str, Any]:
+    columns = {key: value for key, value in feature.items() if value is not None}
+    refused = [column for column in REFUSED_COLUMNS if column in columns]
+    if refused:
+        raise ValueError(
+            f"{name} has the column {refused[0]!r}, which context-parallel packing does not support.\n"
+            "  Pass input_ids (with seq_lengths or restarting position_ids where a feature holds several documents), "
+            f"and remove {refused[0]!r}."
+        )
+    if "input_ids" not in columns and not any(column in columns for column in TEXT_COLUMNS):
+        raise ValueError(
+            f"{name} has no tokens: its columns are {sorted(columns)}.\n"
+            "  Pass input_ids, text, messages, or prompt and completion (Trainer: set remove_unused_columns=False if "
+            "they were dropped)."
+        )
+    return columns
+
+
+def _token_arrays(columns: Mapping[str, Any], name: str) -> dict[str, np.ndarray]:
+    """The per-token columns as int32 arrays of one length, padding at either end cut off."""
+    known = ("input_ids", "labels", "position_ids", "attention_mask", "shift_labels", *LOSS_MASK_COLUMNS)
+    arrays = {column: _as_int32(columns[column], column, name) for column in known if column in columns}
+    length = len(arrays["input_ids"])
+    for column, array in arrays.items():
+        if len(array) != length:
+            raise ValueError(
+                f"{name}: {column} has {len(array):,} entries, input_ids has {length:,}. Give one entry per token."
+            )
+    if length and arrays["input_ids"].min() < 0:
+        raise ValueError(
+            f"{name}: input_ids holds {arrays['input_ids'].min()}; token ids start at 0. Mask labels, not input_ids."
+        )
+    mask = arrays.pop("attention_mask", None)
+    if mask is None:
+        return arrays
+    kept = _real_tokens(mask, name)
+    return {column: array[kept] for column, array in arrays.items()}
+
+
+def _as_int32(values: Any, column: str, name: str) -> np.ndarray:
+    """int32 [length]: token ids fit, and a corpus takes 4 bytes a token."""
+    try:
+        array = np.asarray(values)
+    except ValueError as error:
+        raise ValueError(f"{name}: {column} is not one flat list of numbers ({error}). Give one per token.") from None
+    if array.ndim != 1:
+        raise ValueError(
+            f"{name}: {column} has shape {array.shape}; a feature is one sequence, with one entry per token.\n"
+            "  Pass flat lists, one feature per sequence (a class number as label is not causal language modelling)."
+        )
+    if array.size == 0:
+        return np.zeros(0, dtype=np.int32)
+    if array.dtype.kind not in "iub":
+        raise ValueError(f"{name}: {column} holds {array.dtype} values; it needs integers. Convert the column.")
+    if array.max() > np.iinfo(np.int32).max or array.min() < np.iinfo(np.int32).min:
+        raise ValueError(f"{name}: {column} reaches {array.max()}, beyond 32 bits. Check the tokenizer's output.")
+    return array.astype(np.int32)
+
+
+def _real_tokens(mask: np.ndarray, name: str) -> slice:
+    """Where the attention mask is 1; zeros may only be at the ends."""
+    ones = np.flatnonzero(mask)
+    if not set(np.unique(mask)) <= {0, 1}:
+        raise ValueError(
+            f"{name}: attention_mask holds {np.unique(mask).tolist()[:8]}; only 0 and 1 are understood.\n"
+            "  Mark several documents in one feature by seq_lengths or by position_ids that restart at 0."
+        )
+    if len(ones) == 0:
+        return slice(0, 0)
+    if ones[-1] - ones[0] + 1 != len(ones):
+        hole = ones[0] + int(np.argmin(mask[ones[0] :]))
+        raise ValueError(
+            f"{name}: attention_mask has a 0 at token {hole}, between tokens with 1. Zeros may only pad the ends.\n"
+            "  Remove masked tokens from input_ids, or take them out of the loss with labels of -100."
+        )
+    return slice(ones[0], ones[-1] + 1)
+
+
+def _document_borders(arrays: Mapping[str, np.ndarray], seq_lengths: Any, name: str) -> np.ndarray:
+    """Token numbers at which documents begin and end, [num_docs + 1], from `seq_lengths` or restarting positions."""
+    length = len(arrays["input_ids"])
+    borders = np.array([0, length])
+    if seq_lengths is not None:
+        lengths = _as_int32(seq_lengths, "seq_lengths", name)
+        if lengths.sum() != length or (lengths < 0).any():
+            raise ValueError(
+                f"{name}: seq_lengths {lengths.tolist()[:8]} add up to {lengths.sum():,}, but input_ids has "
+                f"{length:,} tokens (without padding). Give the length of each document in the feature."
+            )
+        borders = np.append(0, np.cumsum(lengths))
+    if "position_ids" not in arrays:
+        return borders
+    positions = arrays["position_ids"]
+    jumps = np.flatnonzero(np.diff(positions) != 1) + 1
+    allowed = np.isin(jumps, borders) if seq_lengths is not None else positions[jumps] == 0
+    if not allowed.all() or positions.min() < 0:
+        at = int(jumps[~allowed][0]) if not allowed.all() else int(np.argmin(positions))
+        raise ValueError(
+            f"{name}: position_ids goes from {positions[at - 1] if at else 'the start'} to {positions[at]} at token "
+            f"{at}; positions must rise by 1 inside a document and restart at 0 where the next one begins.\n"
+            "  Leave position_ids out to have them counted from 0, or give seq_lengths."
+        )
+    return borders if seq_lengths is not None else np.concatenate([[0], jumps, [length]])
+
+
+def _masked_labels(arrays: Mapping[str, np.ndarray], name: str) -> np.ndarray:
+    labels = arrays.get("labels", arrays["input_ids"])
+    wrong = labels[(labels < 0) & (labels != IGNORE_INDEX)]
+    if len(wrong):
+        raise ValueError(f"{name}: labels holds {wrong[0]}; a label is a token id, or {IGNORE_INDEX} for no loss.")
+    for column in LOSS_MASK_COLUMNS:
+        if column in arrays:
+            labels = np.where(arrays[column] != 0, labels, np.int32(IGNORE_INDEX))
+    return labels
+
+
+def _check_shift_labels(documents: Sequence[Document], given: np.ndarray, name: str) -> None:
+    """A `shift_labels` column is derived from `labels` here; accept it only if it says the same."""
+    expected = np.concatenate([document.shift_labels for document in documents])
+    differing = np.flatnonzero(expected != given)
+    if len(differing):
+        at = int(differing[0])
+        raise ValueError(
+            f"{name}: shift_labels is {given[at]} at token {at}, but labels moved by one inside each document give "
+            f"{expected[at]}.\n  Remove the shift_labels column; it is made from labels."
+        )
+
+
+def _without_default_positions(document: Document) -> Document:
+    if document.position_ids is None or document.position_ids[0] != 0:
+        return document
+    return replace(document, position_ids=None)

@@ -1,0 +1,92 @@
+"""Rows of documents, made once for the whole run.
+
+Reading, tokenizing and packing happen here, in one pass and alike on every rank; epochs only permute the rows, so
+their number never changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from hf_cp.data.collator import DataCollatorForContextParallel
+from hf_cp.data.documents import Document
+from hf_cp.sequence.packing import PackingManifest, pack_documents
+
+
+class PackedDataset(Dataset):
+    """Rows of documents, made once: `dataset[row]` is the list of documents of a row.
+
+    The features are read and tokenized here, one pass, and kept as int32 arrays (4 bytes a token, 8 with own labels).
+
+    Args:
+        features (sequence): anything with `len()` and integer indexing: a list, a `datasets.Dataset`, ...
+        collator (`DataCollatorForContextParallel`): its rules read the features; with `max_tokens`, documents are
+            packed into rows of at most that many tokens.
+        batch_size (`int`, *optional*, defaults to 1): features of a row when the collator has no `max_tokens`.
+        seed (`int`, *optional*): shuffles which features share a row when rows are not packed; `None` keeps order.
+
+    Attributes:
+        manifest (`PackingManifest`): what every row holds.
+
+    Raises:
+        ValueError: `features` has no length, a feature cannot be read, none has a token, or `batch_size` is not 1
+            although rows are packed.
+    """
+
+    def __init__(
+        self,
+        features: Sequence[Any],
+        *,
+        collator: DataCollatorForContextParallel,
+        batch_size: int = 1,
+        seed: int | None = None,
+    ):
+        if isinstance(features, Mapping):
+            raise ValueError(
+                f"{type(features).__name__} maps {sorted(map(str, features))[:5]} to something, but a list of "
+                "documents is needed. Pass one split of a dataset, or a list with one mapping per document."
+            )
+        if not hasattr(features, "__len__") or not hasattr(features, "__getitem__"):
+            raise ValueError(
+                f"{type(features).__name__} has no length or no index, so its documents cannot be packed into rows.\n"
+                "  Pass a list or a map-style dataset (datasets: load it without streaming=True)."
+            )
+        if batch_size < 1 or (collator.max_tokens is not None and batch_size != 1):
+            raise ValueError(
+                f"batch_size={batch_size} with max_tokens={collator.max_tokens}: a packed row holds as many documents "
+                "as fit.\n  Use batch_size=1 (per_device_train_batch_size) and set the size of a row with max_tokens."
+            )
+        prepared = collator.prepare(features[index] for index in range(len(features)))
+        self.documents = prepared.documents
+        if collator.max_tokens is not None:
+            rows = pack_documents(prepared.lengths, collator.max_tokens)
+        else:
+            rows = _group_by_feature(prepared.sources, batch_size, seed)
+        self.manifest = PackingManifest(
+            lengths=prepared.lengths,
+            rows=tuple(tuple(row) for row in rows),
+            max_tokens=collator.max_tokens,
+            sources=prepared.sources,
+            counts=prepared.counts,
+        )
+
+    def __len__(self) -> int:
+        return len(self.manifest.rows)
+
+    def __getitem__(self, row: int) -> list[Document]:
+        return [self.documents[document] for document in self.manifest.rows[row]]
+
+
+def _group_by_feature(sources: Sequence[int], batch_size: int, seed: int | None) -> list[list[int]]:
+    """Rows of `batch_size` features each; a feature that holds several documents brings them all."""
+    documents: dict[int, list[int]] = {}
+    for document, source in enumerate(sources):
+        documents.setdefault(source, []).append(document)
+    features = list(documents.values())
+    if seed is not None:
+        features = [features[i] for i in np.random.default_rng(seed).permutation(len(features))]
+    return [sum(features[start : start + batch_size], []) for start in range(0, len(features), batch_size)]

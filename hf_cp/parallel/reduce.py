@@ -1,0 +1,36 @@
+"""Host-side sums over all processes: counts of targets and sums of losses.
+
+The numbers that every rank must agree on (targets in an accumulation window, the evaluation loss) are summed here, on
+the host and in a type that does not round them: int64 for counts, fp64 for losses. With one process nothing is
+    communicated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from hf_cp.parallel.mesh import ContextParallelMesh
+
+
+def sum_over_world(values: Sequence[float] | Sequence[int], *, mesh: ContextParallelMesh) -> list[float] | list[int]:
+    """Adds up `values` element by element over every process of the mesh.
+
+    Args:
+        values (`Sequence[float]` or `Sequence[int]`): the same number of values, of the same type, on every rank.
+        mesh (`ContextParallelMesh`): its `status_group` (gloo, over the world) carries them.
+
+    Returns:
+        `list`: the sums, bit-identical on every rank; ints are summed exactly.
+
+    >>> sum_over_world([3, 4], mesh=ContextParallelMesh(ContextParallelConfig()))
+    [3, 4]
+    """
+    if mesh.status_group is None:
+        return list(values)
+    exact = all(isinstance(value, int) for value in values)
+    tensor = torch.tensor(values, dtype=torch.int64 if exact else torch.float64)
+    dist.all_reduce(tensor, group=mesh.status_group)
+    return tensor.tolist()
