@@ -12,9 +12,10 @@ import typing
 from dataclasses import dataclass, field
 from math import gcd
 
-LAYOUTS = ("auto", "zigzag", "contiguous", "striped")
-RING_COMMS = ("auto", "p2p")
+LAYOUTS = ("auto", "document", "zigzag", "contiguous", "striped")
+RING_COMMS = ("auto", "p2p", "allgather", "exchange")
 KERNELS = ("auto", "sdpa", "eager")
+GRAD_COMM_DTYPES = ("fp32", "compute")
 
 ENV_PREFIX = "HF_CP_"
 
@@ -45,11 +46,22 @@ class ContextParallelConfig:
     )
     layout: str = field(
         default="auto",
-        metadata={"help": "Which ring shard holds which token; auto is zigzag.", "choices": list(LAYOUTS)},
+        metadata={"help": "Which ring shard holds which token; auto is document.", "choices": list(LAYOUTS)},
     )
     kernel: str = field(
         default="auto",
         metadata={"help": "Local attention kernel; auto is sdpa where it can run.", "choices": list(KERNELS)},
+    )
+    grad_comm_dtype: str = field(
+        default="fp32",
+        metadata={
+            "help": "dK/dV on the ring axis' wires: fp32, or the compute dtype (half the bytes). They are summed in fp32.",
+            "choices": list(GRAD_COMM_DTYPES),
+        },
+    )
+    head_chunks: int = field(
+        default=1,
+        metadata={"help": "Groups of heads handled one after another; smaller buffers, next group in flight."},
     )
     loss_chunk_tokens: int = field(
         default=1024, metadata={"help": "Tokens whose logits exist at the same time in the chunked cross-entropy."}
@@ -63,7 +75,7 @@ class ContextParallelConfig:
     )
 
     def __post_init__(self):
-        for name in ("ring_degree", "ulysses_degree", "loss_chunk_tokens"):
+        for name in ("ring_degree", "ulysses_degree", "head_chunks", "loss_chunk_tokens"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}. Use {name}=1 to leave it unused.")
@@ -71,7 +83,13 @@ class ContextParallelConfig:
             raise ValueError(
                 f"timeout_seconds must be positive, got {self.timeout_seconds!r}. Use None for torch's default."
             )
-        for name, choices in (("layout", LAYOUTS), ("ring_comm", RING_COMMS), ("kernel", KERNELS)):
+        choices_of = {
+            "layout": LAYOUTS,
+            "ring_comm": RING_COMMS,
+            "kernel": KERNELS,
+            "grad_comm_dtype": GRAD_COMM_DTYPES,
+        }
+        for name, choices in choices_of.items():
             value = getattr(self, name)
             if value not in choices:
                 raise ValueError(f"{name}={value!r} does not exist. Choose one of {', '.join(choices)}.")
@@ -89,7 +107,7 @@ class ContextParallelConfig:
     @property
     def resolved_layout(self) -> str:
         """The layout that `auto` stands for."""
-        return "zigzag" if self.layout == "auto" else self.layout
+        return "document" if self.layout == "auto" else self.layout
 
     @classmethod
     def from_env(cls, **overrides: typing.Any) -> ContextParallelConfig:

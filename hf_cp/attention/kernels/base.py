@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from hf_cp.sequence.plan import Tile
+from hf_cp.sequence.tiles import Tile
 
 
 class Kernel(Protocol):
@@ -18,7 +18,7 @@ class Kernel(Protocol):
 
     name: str
     bands: bool
-    """Takes any tile; if False, full tiles and causal squares only (see `AttentionPlan.lower`)."""
+    """Takes any tile; if False, only what `cut_for_causal_kernel` makes of it."""
 
     def check(self, q: torch.Tensor, v: torch.Tensor) -> None:
         """Raises ValueError if the kernel cannot run on this dtype, device or head size."""

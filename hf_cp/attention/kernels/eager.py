@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hf_cp.attention.merge import accumulator_dtype
-from hf_cp.sequence.plan import Tile
+from hf_cp.sequence.tiles import Tile
 
 
 class EagerKernel:

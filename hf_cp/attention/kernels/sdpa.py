@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import torch
 
-from hf_cp.sequence.plan import Tile
+from hf_cp.sequence.tiles import Tile
 
 _CUDA_DTYPES = (torch.float16, torch.bfloat16)
 _CUDA_HEAD_SIZES = range(8, 257, 8)
 
 
 class SdpaKernel:
-    """Full tiles and causal squares; memory grows with tokens, not with scores."""
+    """Full tiles and (mirrored) causal squares; memory grows with tokens, not with scores."""
 
     name = "sdpa"
     bands = False
@@ -39,13 +39,14 @@ class SdpaKernel:
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, tile: Tile, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        causal = _is_causal_square(tile)
-        q, k, v = (_to_bhsd(x) for x in (q, k, v))
+        causal, mirror = _square(tile)
+        q, k, v = (_to_bhsd(x, mirror) for x in (q, k, v))
         if q.device.type == "cpu":
             out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
         else:
             out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
-        return _from_bhsd(out), lse.squeeze(0).T
+        lse = lse.squeeze(0).T
+        return _from_bhsd(out, mirror), lse.flip(0) if mirror else lse
 
     def backward(
         self,
@@ -59,8 +60,9 @@ class SdpaKernel:
         tile: Tile,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        causal = _is_causal_square(tile)
-        grad_out, q, k, v, out = (_to_bhsd(x) for x in (grad_out, q, k, v, out))
+        causal, mirror = _square(tile)
+        grad_out, q, k, v, out = (_to_bhsd(x, mirror) for x in (grad_out, q, k, v, out))
+        lse = lse.flip(0) if mirror else lse
         if q.device.type == "cpu":
             grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 grad_out, q, k, v, out, lse.T.unsqueeze(0), 0.0, causal, scale=scale
@@ -72,20 +74,23 @@ class SdpaKernel:
                 grad_out, q, k, v, out, lse.T.contiguous().unsqueeze(0), None, None,
                 tile.q_len, tile.k_len, 0.0, causal, unused, unused, scale=scale,
             )  # fmt: skip
-        return tuple(_from_bhsd(grad) for grad in grads)
+        return tuple(_from_bhsd(grad, mirror) for grad in grads)
 
 
-def _is_causal_square(tile: Tile) -> bool:
+def _square(tile: Tile) -> tuple[bool, bool]:
+    """(is causal, is mirrored). A mirrored causal square is a causal one with queries and keys in reverse order."""
     if tile.is_full:
-        return False
-    assert tile.left is None and tile.right == 0 and tile.q_len == tile.k_len, f"not lowered: {tile}"
-    return True
+        return False, False
+    bounds = (tile.left, tile.right)
+    assert bounds in ((None, 0), (0, None)) and tile.q_len == tile.k_len, f"not lowered: {tile}"
+    return True, bounds == (0, None)
 
 
-def _to_bhsd(x: torch.Tensor) -> torch.Tensor:
-    """[N, H, D] -> [1, H, N, D], a view."""
-    return x.transpose(0, 1).unsqueeze(0)
+def _to_bhsd(x: torch.Tensor, mirror: bool) -> torch.Tensor:
+    """[N, H, D] -> [1, H, N, D]; a view, unless the order is reversed."""
+    return (x.flip(0) if mirror else x).transpose(0, 1).unsqueeze(0)
 
 
-def _from_bhsd(x: torch.Tensor) -> torch.Tensor:
-    return x.squeeze(0).transpose(0, 1)
+def _from_bhsd(x: torch.Tensor, mirror: bool) -> torch.Tensor:
+    x = x.squeeze(0).transpose(0, 1)
+    return x.flip(0) if mirror else x
