@@ -14,7 +14,7 @@ from math import gcd
 
 LAYOUTS = ("auto", "document", "zigzag", "contiguous", "striped")
 RING_COMMS = ("auto", "p2p", "allgather", "exchange")
-KERNELS = ("auto", "sdpa", "eager")
+KERNELS = ("auto", "sdpa", "flash_attn", "eager")
 GRAD_COMM_DTYPES = ("fp32", "compute")
 
 ENV_PREFIX = "HF_CP_"
@@ -50,12 +50,15 @@ class ContextParallelConfig:
     )
     kernel: str = field(
         default="auto",
-        metadata={"help": "Local attention kernel; auto is sdpa where it can run.", "choices": list(KERNELS)},
+        metadata={
+            "help": "Local attention kernel; auto is flash_attn on CUDA if installed, else sdpa.",
+            "choices": list(KERNELS),
+        },
     )
     grad_comm_dtype: str = field(
         default="fp32",
         metadata={
-            "help": "dK/dV on the ring axis' wires: fp32, or the compute dtype (half the bytes). They are summed in fp32.",
+            "help": "dK/dV on the ring axis' wires: fp32, or the compute dtype (half the bytes); summed in fp32.",
             "choices": list(GRAD_COMM_DTYPES),
         },
     )

@@ -9,16 +9,18 @@ Dimensions: T = slots of a ring shard, H = query heads, G = K/V heads, D = head 
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from hf_cp.attention.kernels import Kernel
+from hf_cp.attention.kernels import Kernel, TileGroup, plan_calls
 from hf_cp.attention.merge import accumulator_dtype
 from hf_cp.attention.tiles import TileBackward, TileForward
 from hf_cp.parallel.mesh import ContextParallelMesh
 from hf_cp.sequence.plan import AttentionPlan
+from hf_cp.sequence.tiles import Tile
 
 
 class Call(NamedTuple):
@@ -28,7 +30,16 @@ class Call(NamedTuple):
     plan: AttentionPlan
     kernel: Kernel
     scale: float
+    device: torch.device
     grad_dtype: torch.dtype | None  # of dK/dV on the wire; None is the accumulator's
+
+    def plan_calls(self, tiles: Sequence[Tile]) -> list[TileGroup]:
+        """The kernel calls that compute `tiles`."""
+        return plan_calls(tiles, self.kernel, self.device)
+
+    def schedule_key(self, engine: str) -> Hashable:
+        """What an engine's schedule for a plan depends on."""
+        return engine, self.mesh.ring_rank, self.kernel.name, self.device
 
     def wire(self, grad: torch.Tensor) -> torch.Tensor:
         """Gradients as they travel."""

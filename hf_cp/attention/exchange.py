@@ -14,16 +14,16 @@ import numpy as np
 import torch
 
 from hf_cp.attention.engine import Call
+from hf_cp.attention.kernels import TileGroup
 from hf_cp.attention.merge import accumulator_dtype
-from hf_cp.attention.tiles import TileBackward, TileForward, lower
+from hf_cp.attention.tiles import TileBackward, TileForward
 from hf_cp.parallel.collectives import start_exchange
 from hf_cp.sequence.plan import renumber_keys
-from hf_cp.sequence.tiles import Tile
 
 
 class ExchangeSchedule(NamedTuple):
-    own_tiles: list[Tile]
-    tiles: list[Tile]  # on the received rows
+    own_calls: list[TileGroup]
+    calls: list[TileGroup]  # on the received rows
     sent_rows: list[np.ndarray]  # own slots for each ring rank (none for this one), [R] of int64
     received: list[int]  # rows from each ring rank, [R]
 
@@ -38,10 +38,10 @@ class Exchange:
     def forward(self, state: TileForward, k: torch.Tensor, v: torch.Tensor, call: Call) -> None:
         schedule = _schedule(call)
         transfer = _start_fetch(k, v, schedule, call)
-        state.add(k, v, schedule.own_tiles)
+        state.add(k, v, schedule.own_calls)
         if transfer is not None:
             kv = transfer.wait()  # [M, 2, G, D]
-            state.add(kv[:, 0], kv[:, 1], schedule.tiles)
+            state.add(kv[:, 0], kv[:, 1], schedule.calls)
 
     def backward(
         self, state: TileBackward, k: torch.Tensor, v: torch.Tensor, grad_kv: torch.Tensor, call: Call
@@ -49,13 +49,13 @@ class Exchange:
         schedule = _schedule(call)
         transfer = _start_fetch(k, v, schedule, call)
         if transfer is None:
-            state.add(k, v, grad_kv, schedule.own_tiles)
+            state.add(k, v, grad_kv, schedule.own_calls)
             return
         kv = transfer.wait()
         visiting = torch.zeros_like(kv, dtype=accumulator_dtype(k.dtype))
-        state.add(kv[:, 0], kv[:, 1], visiting, schedule.tiles)
+        state.add(kv[:, 0], kv[:, 1], visiting, schedule.calls)
         home = start_exchange(call.wire(visiting), call.mesh, sent=schedule.received, received=schedule.sent)
-        state.add(k, v, grad_kv, schedule.own_tiles)  # while they travel
+        state.add(k, v, grad_kv, schedule.own_calls)  # while they travel
         for rows, part in zip(schedule.sent_rows, home.wait().split(schedule.sent), strict=True):
             # one rank at a time: a row may be in several parts, and the order of the sum must not change
             grad_kv[torch.from_numpy(rows).to(k.device)] += part
@@ -85,7 +85,7 @@ def _schedule(call: Call) -> ExchangeSchedule:
             if other != rank
             for tile in renumber_keys(plan.tiles(rank, other), received[other])
         ]
-        own_tiles = lower(plan.tiles(rank, rank), call.kernel)
-        return ExchangeSchedule(own_tiles, lower(tiles, call.kernel), sent, [len(rows) for rows in received])
+        own_tiles = call.plan_calls(plan.tiles(rank, rank))
+        return ExchangeSchedule(own_tiles, call.plan_calls(tiles), sent, [len(rows) for rows in received])
 
-    return plan.schedule(("exchange", rank, call.kernel.bands), make)
+    return plan.schedule(call.schedule_key("exchange"), make)

@@ -19,15 +19,15 @@ import torch
 from torch.nn.functional import pad
 
 from hf_cp.attention.engine import Call, rows_to_send
+from hf_cp.attention.kernels import TileGroup
 from hf_cp.attention.merge import accumulator_dtype
-from hf_cp.attention.tiles import TileBackward, TileForward, lower
+from hf_cp.attention.tiles import TileBackward, TileForward
 from hf_cp.parallel.collectives import Transfer, start_all_gather, start_exchange
-from hf_cp.sequence.tiles import Tile
 
 
 class GatherSchedule(NamedTuple):
-    own_tiles: list[Tile]
-    tiles: list[Tile]  # on the gathered rows
+    own_calls: list[TileGroup]
+    calls: list[TileGroup]  # on the gathered rows
     own_rows: np.ndarray  # int64: slots that are gathered
     order: np.ndarray  # int64 [N]: place of every gathered row in [R * S]
     rows_per_rank: int
@@ -49,21 +49,21 @@ class Gather:
     def forward(self, state: TileForward, k: torch.Tensor, v: torch.Tensor, call: Call) -> None:
         schedule = _schedule(call)
         fetched = _prefetch(k, v, self._groups(state.q, k), schedule, call)
-        state.add(k, v, schedule.own_tiles)
+        state.add(k, v, schedule.own_calls)
         for heads, kv in fetched:
-            state.heads(heads.queries).add(kv[:, 0], kv[:, 1], schedule.tiles)
+            state.heads(heads.queries).add(kv[:, 0], kv[:, 1], schedule.calls)
 
     def backward(
         self, state: TileBackward, k: torch.Tensor, v: torch.Tensor, grad_kv: torch.Tensor, call: Call
     ) -> None:
         schedule, size = _schedule(call), call.mesh.ring_size
         fetched = _prefetch(k, v, self._groups(state.q, k), schedule, call)
-        state.add(k, v, grad_kv, schedule.own_tiles)
+        state.add(k, v, grad_kv, schedule.own_calls)
         own_rows = torch.from_numpy(schedule.own_rows).to(k.device)
         order = torch.from_numpy(schedule.order).to(k.device)
         for heads, kv in fetched:
             grad = torch.zeros_like(kv, dtype=accumulator_dtype(k.dtype))  # [N, 2, g, D]
-            state.heads(heads.queries).add(kv[:, 0], kv[:, 1], grad, schedule.tiles)
+            state.heads(heads.queries).add(kv[:, 0], kv[:, 1], grad, schedule.calls)
             rows = schedule.rows_per_rank
             parts = grad.new_zeros(size * rows, *grad.shape[1:]).index_copy_(0, order, grad)
             home = start_exchange(call.wire(parts), call.mesh, sent=[rows] * size, received=[rows] * size)
@@ -112,7 +112,7 @@ def _schedule(call: Call) -> GatherSchedule:
 
     def make() -> GatherSchedule:
         keys = plan.gathered(rank)
-        own_tiles, tiles = (lower(t, call.kernel) for t in (keys.own_tiles, keys.tiles))
+        own_tiles, tiles = (call.plan_calls(t) for t in (keys.own_tiles, keys.tiles))
         return GatherSchedule(own_tiles, tiles, plan.shared_rows(rank), keys.order, keys.rows_per_rank)
 
-    return plan.schedule(("allgather", rank, call.kernel.bands), make)
+    return plan.schedule(call.schedule_key("allgather"), make)

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from hf_cp.attention.engine import Call, rows_to_send
+from hf_cp.attention.kernels import TileGroup
 from hf_cp.attention.merge import accumulator_dtype
-from hf_cp.attention.tiles import TileBackward, TileForward, lower
+from hf_cp.attention.tiles import TileBackward, TileForward
 from hf_cp.parallel.collectives import start_hop
 from hf_cp.sequence.plan import renumber_keys
-from hf_cp.sequence.tiles import Tile
 
 KV_TAG, GRAD_TAG = 0, 1
 
@@ -29,11 +29,11 @@ class RingStep(NamedTuple):
     """The shared rows of the shard that is here in one step, and the tiles on them."""
 
     num_rows: int
-    tiles: list[Tile]
+    calls: list[TileGroup]
 
 
 class RingSchedule(NamedTuple):
-    own_tiles: list[Tile]
+    own_calls: list[TileGroup]
     own_rows: np.ndarray  # int64: slots that travel
     steps: list[RingStep]  # step s has the shard of rank r - s; the first is the own one, without tiles
 
@@ -47,7 +47,7 @@ class Ring:
         for step, (_, tiles) in enumerate(schedule.steps):
             next_kv = _next(kv, step, schedule, call)
             if step == 0:
-                state.add(k, v, schedule.own_tiles)
+                state.add(k, v, schedule.own_calls)
             else:
                 state.add(kv[:, 0], kv[:, 1], tiles)
             kv = next_kv.wait() if next_kv is not None else None
@@ -61,7 +61,7 @@ class Ring:
         for step, (num_rows, tiles) in enumerate(schedule.steps):
             next_kv = _next(kv, step, schedule, call)
             if step == 0:
-                state.add(k, v, grad_kv, schedule.own_tiles)
+                state.add(k, v, grad_kv, schedule.own_calls)
             else:
                 visiting = torch.zeros((num_rows, *kv.shape[1:]), dtype=accumulator_dtype(k.dtype), device=k.device)
                 state.add(kv[:, 0], kv[:, 1], visiting, tiles)
@@ -88,7 +88,7 @@ def _schedule(call: Call) -> RingSchedule:
         sources = [(rank - step) % size for step in range(size)] if plan.needs_traffic else [rank]
         rows = [plan.shared_rows(source) for source in sources]
         tiles = [[], *(renumber_keys(plan.tiles(rank, s), r) for s, r in zip(sources[1:], rows[1:], strict=True))]
-        steps = [RingStep(len(r), lower(t, call.kernel)) for r, t in zip(rows, tiles, strict=True)]
-        return RingSchedule(lower(plan.tiles(rank, rank), call.kernel), rows[0], steps)
+        steps = [RingStep(len(r), call.plan_calls(t)) for r, t in zip(rows, tiles, strict=True)]
+        return RingSchedule(call.plan_calls(plan.tiles(rank, rank)), rows[0], steps)
 
-    return plan.schedule(("p2p", rank, call.kernel.bands), make)
+    return plan.schedule(call.schedule_key("p2p"), make)

@@ -1,4 +1,4 @@
-"""Runs a kernel over a list of tiles and adds the results up: what all engines have in common."""
+"""Runs a kernel over groups of tiles and adds the results up: what all engines have in common."""
 
 from __future__ import annotations
 
@@ -6,14 +6,8 @@ import copy
 
 import torch
 
-from hf_cp.attention.kernels import Kernel
+from hf_cp.attention.kernels import Kernel, TileGroup
 from hf_cp.attention.merge import accumulator_dtype, empty_result, merge_
-from hf_cp.sequence.tiles import Tile, cut_for_causal_kernel
-
-
-def lower(tiles: list[Tile], kernel: Kernel) -> list[Tile]:
-    """The same scores as tiles that `kernel` can compute."""
-    return tiles if kernel.bands else [part for tile in tiles for part in cut_for_causal_kernel(tile)]
 
 
 class TileForward:
@@ -34,12 +28,17 @@ class TileForward:
         part.q, part.out, part.lse = self.q[:, heads], self.out[:, heads], self.lse[:, heads]
         return part
 
-    def add(self, k: torch.Tensor, v: torch.Tensor, tiles: list[Tile]) -> None:
-        """Takes in keys and values [M, G, D]; tiles count their slots in k."""
-        for tile in tiles:
-            q_rows, k_rows = tile.q_slots, tile.k_slots
-            out, lse = self.kernel.forward(self.q[q_rows], k[k_rows], v[k_rows], tile=tile, scale=self.scale)
-            merge_(self.out[q_rows], self.lse[q_rows], out, lse)
+    def add(self, k: torch.Tensor, v: torch.Tensor, groups: list[TileGroup]) -> None:
+        """Takes in keys and values [M, G, D]; the tiles count their slots in k."""
+        for group in groups:
+            q_rows, k_rows = group.q_rows, group.k_rows
+            out, lse = self.kernel.forward(self.q[q_rows], k[k_rows], v[k_rows], group=group, scale=self.scale)
+            if isinstance(q_rows, slice):
+                merge_(self.out[q_rows], self.lse[q_rows], out, lse)
+            else:  # numbered rows are a copy
+                total_out, total_lse = self.out[q_rows], self.lse[q_rows]
+                merge_(total_out, total_lse, out, lse)
+                self.out[q_rows], self.lse[q_rows] = total_out, total_lse
 
 
 class TileBackward:
@@ -69,12 +68,12 @@ class TileBackward:
             setattr(part, name, getattr(self, name)[:, heads])
         return part
 
-    def add(self, k: torch.Tensor, v: torch.Tensor, grad_kv: torch.Tensor, tiles: list[Tile]) -> None:
+    def add(self, k: torch.Tensor, v: torch.Tensor, grad_kv: torch.Tensor, groups: list[TileGroup]) -> None:
         """Adds the tiles' part of the gradients of k and v [M, G, D] to `grad_kv` [M, 2, G, D], in its dtype."""
-        for tile in tiles:
-            q_rows, k_rows = tile.q_slots, tile.k_slots
+        for group in groups:
+            q_rows, k_rows = group.q_rows, group.k_rows
             rows = (self.grad_out[q_rows], self.q[q_rows], k[k_rows], v[k_rows], self.out[q_rows], self.lse[q_rows])
-            grad_q, grad_k, grad_v = self.kernel.backward(*rows, tile=tile, scale=self.scale)
+            grad_q, grad_k, grad_v = self.kernel.backward(*rows, group=group, scale=self.scale)
             self.grad_q[q_rows] += grad_q
             grad_kv[k_rows, 0] += grad_k
             grad_kv[k_rows, 1] += grad_v

@@ -66,5 +66,6 @@ def check_head_chunks(num_kv_heads: int, chunks: int) -> None:
     if num_kv_heads % chunks:
         legal = [c for c in range(1, num_kv_heads + 1) if num_kv_heads % c == 0]
         raise ValueError(
-            f"head_chunks={chunks} does not divide the {num_kv_heads} K/V heads that a rank handles. Use one of {legal}."
+            f"head_chunks={chunks} does not divide the {num_kv_heads} K/V heads that a rank handles. Use one of "
+            f"{legal}."
         )

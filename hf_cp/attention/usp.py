@@ -61,7 +61,7 @@ def context_parallel_attention(
     name = choose_engine(config.ring_comm, plan)
     gather_chunks = config.head_chunks if mesh.ulysses_size == 1 and name == "allgather" else 1
     engine = {"p2p": Ring, "exchange": Exchange, "allgather": partial(Gather, gather_chunks)}[name]()
-    call = Call(mesh, plan, chosen, scale, q.dtype if config.grad_comm_dtype == "compute" else None)
+    call = Call(mesh, plan, chosen, scale, q.device, q.dtype if config.grad_comm_dtype == "compute" else None)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return ShardAttention.apply(q, k, v, engine, call)

@@ -2,8 +2,9 @@
 
 A document that sits on one rank causes no traffic, so as few as possible are cut (zigzag over all ranks), the longest
 ones first. The others go, longest first, to the rank that stays emptiest, where full is judged by the worse of its
-share of the tokens and its share of the attention area; ties go to the lowest rank. The number of cut documents is the
-smallest one tried for which area and tokens are even enough; if there is none, the one with the least full fullest
+share of the tokens and its share of the attention area; ties go to the lowest rank. Then the fullest rank trades a
+document with the emptiest one as long as that makes the fuller of the two less full. The number of cut documents is
+the smallest one tried for which area and tokens are even enough; if there is none, the one with the least full fullest
 rank.
 """
 
@@ -15,16 +16,24 @@ from typing import NamedTuple
 import numpy as np
 
 CUT = -1
-_ENOUGH = 0.995  # mean over largest area of a rank
-_PADDING = 0.004  # largest over mean number of tokens of a rank, minus 1
+NOTHING = -1  # no document
+_ENOUGH = 0.991  # mean over largest area of a rank
+_PADDING = 0.0048  # largest over mean number of tokens of a rank, minus 1
 
 
-class Placement(NamedTuple):
-    """Where documents go: `owners` int64 [num_docs], a ring rank or `CUT`."""
+class Loads(NamedTuple):
+    """Shares of the row's tokens and of its attention area, times the number of ranks: 1 is perfectly even."""
 
-    owners: np.ndarray
-    fullest: float  # largest share of a rank, times the number of ranks: 1 is perfect
-    is_even: bool
+    tokens: np.ndarray
+    areas: np.ndarray
+
+    @property
+    def fullness(self) -> np.ndarray:
+        return np.maximum(self.tokens, self.areas)
+
+    @property
+    def is_even(self) -> bool:
+        return bool(self.tokens.max() <= 1 + _PADDING and self.areas.max() <= 1 / _ENOUGH)
 
 
 def place_documents(doc_lengths: np.ndarray, ring_degree: int) -> np.ndarray:
@@ -35,46 +44,67 @@ def place_documents(doc_lengths: np.ndarray, ring_degree: int) -> np.ndarray:
         ring_degree (`int`): number of ranks.
 
     >>> place_documents(np.array([100, 3, 4, 3]), 2).tolist()
-    [-1, 0, 1, 0]
+    [-1, 0, -1, 1]
     """
-    best: Placement | None = None
+    doc_areas = attention_area(doc_lengths.astype(np.float64))
+    documents = Loads(doc_lengths * ring_degree / doc_lengths.sum(), doc_areas * ring_degree / doc_areas.sum())
     by_length = np.lexsort((np.arange(len(doc_lengths)), -doc_lengths))
-    for num_cut in _numbers_to_try(doc_lengths[by_length], ring_degree):
-        placement = _place(doc_lengths, ring_degree, by_length[:num_cut], by_length[num_cut:])
-        if best is None or placement.is_even or placement.fullest < best.fullest:
-            best = placement
-        if placement.is_even:
-            break
-    return best.owners
+    best_owners, best_fullness = None, np.inf
+    for num_cut in _numbers_to_try(documents, by_length):
+        cut_tokens, cut_areas = zigzag_loads(doc_lengths[by_length[:num_cut]], ring_degree)
+        ranks = Loads(cut_tokens * ring_degree / doc_lengths.sum(), cut_areas * ring_degree / doc_areas.sum())
+        owners = _place(documents, ranks, by_length[num_cut:])
+        if not ranks.is_even:
+            _trade(documents, ranks, owners)
+        if ranks.is_even:
+            return owners
+        if ranks.fullness.max() < best_fullness:
+            best_owners, best_fullness = owners, ranks.fullness.max()
+    return best_owners
 
 
-def _numbers_to_try(sorted_lengths: np.ndarray, ring_degree: int) -> Iterator[int]:
-    """From the documents that cannot fit on one rank: every number at first, then in steps of a quarter, then all."""
-    tokens = sorted_lengths.astype(np.float64)
-    areas = attention_area(tokens)
-    too_long = (tokens * ring_degree > tokens.sum() * (1 + _PADDING)) | (areas * ring_degree > areas.sum() / _ENOUGH)
-    num_cut = int(too_long.sum())
-    step = 1
-    while num_cut < len(sorted_lengths):
+def _numbers_to_try(documents: Loads, by_length: np.ndarray) -> Iterator[int]:
+    """From the documents that cannot fit on one rank: every number at first, then in growing steps, then all."""
+    first = int(((documents.tokens > 1 + _PADDING) | (documents.areas > 1 / _ENOUGH)).sum())
+    num_cut = first
+    while num_cut < len(by_length):
         yield num_cut
-        step = max(1, (num_cut - int(too_long.sum())) // 4)
-        num_cut += step
-    yield len(sorted_lengths)
+        num_cut += 1 if num_cut < first + 16 else (num_cut - first) // 2
+    yield len(by_length)
 
 
-def _place(lengths: np.ndarray, ring_degree: int, cut: np.ndarray, whole: np.ndarray) -> Placement:
-    all_areas = attention_area(lengths.astype(np.float64))
-    total_tokens, total_area = float(lengths.sum()), float(all_areas.sum())
-    tokens, areas = zigzag_loads(lengths[cut], ring_degree)
-    owners = np.full(len(lengths), CUT, dtype=np.int64)
+def _place(documents: Loads, ranks: Loads, whole: np.ndarray) -> np.ndarray:
+    """Gives each document of `whole`, in order, to the rank that stays emptiest; adds it to `ranks`."""
+    owners = np.full(len(documents.tokens), CUT, dtype=np.int64)
     for doc in whole:
-        share = np.maximum((tokens + lengths[doc]) / total_tokens, (areas + all_areas[doc]) / total_area)
-        owners[doc] = rank = int(share.argmin())
-        tokens[rank] += lengths[doc]
-        areas[rank] += all_areas[doc]
-    token_excess, area_excess = tokens.max() * ring_degree / total_tokens, areas.max() * ring_degree / total_area
-    is_even = token_excess <= 1 + _PADDING and area_excess <= 1 / _ENOUGH
-    return Placement(owners, max(token_excess, area_excess), bool(is_even))
+        tokens, areas = documents.tokens[doc], documents.areas[doc]
+        owners[doc] = rank = int(np.maximum(ranks.tokens + tokens, ranks.areas + areas).argmin())
+        ranks.tokens[rank] += tokens
+        ranks.areas[rank] += areas
+    return owners
+
+
+def _trade(documents: Loads, ranks: Loads, owners: np.ndarray) -> None:
+    """Evens out `ranks`, in place: the fullest rank gives a document to the emptiest, for another one or for none."""
+    for _ in range(len(owners)):
+        full, empty = int(ranks.fullness.argmax()), int(ranks.fullness.argmin())
+        given, taken = np.flatnonzero(owners == full), np.append(np.flatnonzero(owners == empty), NOTHING)
+        if ranks.is_even or len(given) == 0:
+            return
+        moved = [  # what leaves the fuller rank, [given, taken]
+            load[given][:, None] - np.where(taken == NOTHING, 0, load[taken]) for load in documents
+        ]
+        sides = [side for m, load in zip(moved, ranks, strict=True) for side in (load[full] - m, load[empty] + m)]
+        fuller = np.maximum.reduce(sides)
+        a, b = np.unravel_index(fuller.argmin(), fuller.shape)
+        if fuller[a, b] >= ranks.fullness[full]:
+            return
+        owners[given[a]] = empty
+        if taken[b] != NOTHING:
+            owners[taken[b]] = full
+        for m, load in zip(moved, ranks, strict=True):
+            load[full] -= m[a, b]
+            load[empty] += m[a, b]
 
 
 def attention_area(length: np.ndarray) -> np.ndarray:

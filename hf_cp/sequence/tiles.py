@@ -190,8 +190,10 @@ def _cut_one_edge(tile: Tile) -> Iterator[Tile]:
 
 
 def _cut_right_edge(tile: Tile) -> Iterator[Tile]:
-    """The last `right` queries see every key. Of the others, m = q_len - right, the first sees k_len - m + 1 keys: all of
-    them see the first k_len - m keys, and the rest is a causal square of m."""
+    """The last `right` queries see every key. Of the m = q_len - right others the first sees k_len - m + 1 keys.
+
+    So all of these see the first k_len - m keys, and the rest is a causal square of m.
+    """
     m, shared = tile.q_len - tile.right, tile.k_len - tile.q_len + tile.right
     if shared:
         yield tile._replace(q_len=m, k_len=shared, right=None)
