@@ -10,7 +10,7 @@ import dataclasses
 import os
 import typing
 from dataclasses import dataclass, field
-from math import gcd
+from math import gcd, lcm
 
 LAYOUTS = ("auto", "document", "zigzag", "contiguous", "striped")
 RING_COMMS = ("auto", "p2p", "allgather", "exchange")
@@ -153,14 +153,17 @@ def head_counts(model_config: typing.Any) -> tuple[int, int]:
 
 
 def check_heads(num_heads: int, num_kv_heads: int, config: ContextParallelConfig) -> None:
-    """Raises ValueError unless every Ulysses rank can get equally many query heads, with the K/V heads they use."""
-    degree = config.ulysses_degree
+    """Raises ValueError unless the heads fit the config.
+
+    Every Ulysses rank gets H / u query heads and the lcm(G, u) / u K/V heads that they use, in `head_chunks` groups.
+    """
+    degree, chunks = config.ulysses_degree, config.head_chunks
     if num_heads % num_kv_heads:
         raise ValueError(
             f"{num_heads} query heads do not divide over {num_kv_heads} K/V heads. Check the head counts of the model."
         )
     if num_heads % degree:
-        legal = [u for u in range(1, num_heads + 1) if num_heads % u == 0 and config.cp_size % u == 0]
+        legal = [u for u in _divisors(config.cp_size) if num_heads % u == 0]
         raise ValueError(
             f"ulysses_degree={degree} does not divide the {num_heads} query heads (K/V heads: {num_kv_heads}).\n"
             "  The rule: ulysses_degree must divide the query heads; K/V heads are replicated where it does not "
@@ -168,6 +171,16 @@ def check_heads(num_heads: int, num_kv_heads: int, config: ContextParallelConfig
             f"  With cp_size={config.cp_size} use ulysses_degree in {legal} and ring_degree=cp_size/ulysses_degree, "
             f"or ContextParallelConfig.auto({config.cp_size}, model.config)."
         )
+    kv_heads_of_rank = lcm(num_kv_heads, degree) // degree
+    if kv_heads_of_rank % chunks:
+        raise ValueError(
+            f"head_chunks={chunks} does not divide the {kv_heads_of_rank} K/V heads that a rank handles "
+            f"({num_kv_heads} K/V heads, ulysses_degree={degree}). Use one of {_divisors(kv_heads_of_rank)}."
+        )
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
 
 
 def _parse(key: str, spec: dataclasses.Field, text: str) -> typing.Any:

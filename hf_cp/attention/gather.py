@@ -11,7 +11,6 @@ heads, D = head size, R = ring_degree.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import gcd
 from typing import NamedTuple
 
 import numpy as np
@@ -41,7 +40,7 @@ class Heads(NamedTuple):
 
 
 class Gather:
-    """All-gather in `head_chunks` groups of heads (as many as divide the K/V heads)."""
+    """All-gather in `head_chunks` groups of heads; the number must divide the K/V heads."""
 
     def __init__(self, head_chunks: int = 1):
         self.head_chunks = head_chunks
@@ -71,8 +70,7 @@ class Gather:
             grad_kv[own_rows, :, heads.kv] += total[: len(own_rows)]
 
     def _groups(self, q: torch.Tensor, k: torch.Tensor) -> list[Heads]:
-        num_heads, num_kv_heads = q.shape[1], k.shape[1]
-        chunks = gcd(self.head_chunks, num_kv_heads)
+        num_heads, num_kv_heads, chunks = q.shape[1], k.shape[1], self.head_chunks
         return [
             Heads(*(slice(i * n // chunks, (i + 1) * n // chunks) for n in (num_kv_heads, num_heads)))
             for i in range(chunks)

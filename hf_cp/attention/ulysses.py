@@ -31,16 +31,11 @@ def attend_by_heads(
     mesh: ContextParallelMesh,
     chunks: int = 1,
 ) -> torch.Tensor:  # [n, H, D]
-    """Runs `attend` on whole ring shards, this rank's heads, `chunks` groups of them one after another.
-
-    Raises:
-        ValueError: `chunks` does not divide the K/V heads of a rank.
-    """
+    """Runs `attend` on whole ring shards, this rank's heads, `chunks` groups of them one after another."""
     size = mesh.ulysses_size
     if size == 1 and chunks == 1:
         return attend(q, k, v)
     num_kv_heads = lcm(k.shape[1], size)
-    check_head_chunks(num_kv_heads // size, chunks)
     k, v = (x.repeat_interleave(num_kv_heads // x.shape[1], dim=1) for x in (k, v))
     # [n, H, D] -> [u, chunks, n, H / (u * chunks), D]: consecutive heads for each rank, and for each group of them
     by_rank = [x.unflatten(1, (size, chunks, -1)).movedim(0, 2) for x in (q, k, v)]
@@ -59,13 +54,3 @@ def attend_by_heads(
         transfer = following
     out = torch.stack([finish_all_to_all(out) for out in outs], dim=1)  # [u, chunks, n, H / (u * chunks), D]
     return out.movedim(2, 0).flatten(1, 3)
-
-
-def check_head_chunks(num_kv_heads: int, chunks: int) -> None:
-    """Raises ValueError unless the K/V heads of a rank can be handled in `chunks` equal groups."""
-    if num_kv_heads % chunks:
-        legal = [c for c in range(1, num_kv_heads + 1) if num_kv_heads % c == 0]
-        raise ValueError(
-            f"head_chunks={chunks} does not divide the {num_kv_heads} K/V heads that a rank handles. Use one of "
-            f"{legal}."
-        )

@@ -65,7 +65,7 @@ def start_all_gather(tensor: torch.Tensor, mesh: ContextParallelMesh) -> Transfe
     """Starts to gather `tensor` [rows, ...] of every ring rank into [ring_size * rows, ...]."""
     tensor = tensor.contiguous()
     buffer = tensor.new_empty(mesh.ring_size * len(tensor), *tensor.shape[1:])
-    work = dist.all_gather_into_tensor(buffer, tensor, group=mesh.ring_group, async_op=True)
+    work = dist.all_gather_single(buffer, tensor, group=mesh.ring_group, async_op=True)
     mesh.traffic.ring_bytes += tensor.nbytes * (mesh.ring_size - 1)
     return Transfer(buffer, tensor, [work])
 

@@ -40,7 +40,7 @@ def sent_bytes(case: Case, dtype: torch.dtype) -> Sent:
     q, k, v, grad_out = (layout.shard(x, mesh.cp_rank) for x in row)
     seen: Counter[str] = Counter()
     batch_isend_irecv, all_to_all_single = dist.batch_isend_irecv, dist.all_to_all_single
-    all_gather_into_tensor = dist.all_gather_into_tensor
+    all_gather_single = dist.all_gather_single
 
     def count_sends(ops):
         seen["ring"] += sum(op.tensor.nbytes for op in ops if op.op is dist.isend)
@@ -55,12 +55,12 @@ def sent_bytes(case: Case, dtype: torch.dtype) -> Sent:
 
     def count_all_gather(output, input, *, group, **kwargs):
         seen["ring"] += input.nbytes * (dist.get_world_size(group) - 1)
-        return all_gather_into_tensor(output, input, group=group, **kwargs)
+        return all_gather_single(output, input, group=group, **kwargs)
 
     with (
         patch.object(dist, "batch_isend_irecv", count_sends),
         patch.object(dist, "all_to_all_single", count_all_to_all),
-        patch.object(dist, "all_gather_into_tensor", count_all_gather),
+        patch.object(dist, "all_gather_single", count_all_gather),
     ):
         leaves = [x.requires_grad_() for x in (q, k, v)]
         context_parallel_attention(*leaves, mesh=mesh, layout=layout, window=case.window).backward(grad_out)
@@ -186,7 +186,7 @@ def event_order(case: Case) -> list[str]:
     with (
         patch.object(dist, "batch_isend_irecv", noted("send", dist.batch_isend_irecv)),
         patch.object(dist, "all_to_all_single", noted("send", dist.all_to_all_single)),
-        patch.object(dist, "all_gather_into_tensor", noted("send", dist.all_gather_into_tensor)),
+        patch.object(dist, "all_gather_single", noted("send", dist.all_gather_single)),
         patch.object(Transfer, "wait", noted("wait", Transfer.wait)),
         patch.object(BlockTransfer, "finish", noted("wait", BlockTransfer.finish)),
         patch.object(CpuFlashKernel, "forward", noted("kernel", CpuFlashKernel.forward)),
@@ -218,7 +218,7 @@ def test_the_next_heads_travel_while_the_current_ones_are_used(world2):
 
 
 def largest_trade(case: Case) -> int:
-    """Bytes of the largest buffer that the Ulysses all-to-alls of a forward and backward pass have in flight at once."""
+    """Bytes of the largest message of the Ulysses all-to-alls of a forward and backward pass."""
     mesh, layout = ContextParallelMesh(case.config), SequenceLayout(case.doc_lengths, case.config)
     sizes: list[int] = []
     all_to_all_single = dist.all_to_all_single
