@@ -1,38 +1,48 @@
-"""Attention on two processes against one, on this machine, as ratios inside one run.
+"""Attention on two processes against one and against two peers, on this machine, as ratios inside one run.
 
-    python benchmarks/attention.py [--tokens 8192 16384] [--pairs 9] [--output docs/benchmarks/attention]
+    python benchmarks/attention.py [--tokens 8192 16384] [--rounds 9] [--packed] [--output docs/benchmarks/attention]
 
-One causal document, forward and backward, one thread per process. In every round the variants run one after another on
-both processes at the same time, so that each is measured with the other core equally loaded and slow drifts of the
-machine cancel in the ratios. Reported are medians of the per-round ratios with 95 % bootstrap intervals:
+One causal document, fp32, forward and backward, one thread per process. Reported per variant, as medians with 95 %
+bootstrap intervals:
 
-- overhead: time on two processes over that of the busiest rank's tiles alone (no communication, no merge), minus 1;
-- share: time on two processes over one process's single kernel call on the whole row (0.5 is ideal).
+- share: its time over that of one process's single kernel call on the whole row (0.5 is ideal);
+- overhead: its time over that of the busiest rank's kernel calls alone (no communication, nothing added up), minus 1;
+- peers: the best variant of this package over each peer.
+
+With `--packed`, rows of many documents instead: the `document` layout with `exchange` against zigzag with a ring and
+against contiguous slices with an all-gather, and the bytes that each of them sends.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import socket
-import time
 from collections.abc import Callable
 from pathlib import Path
-
-os.environ["OMP_NUM_THREADS"] = "1"
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from measure import Seconds, interleaved, on_processes, ratio
 
 from hf_cp import ContextParallelConfig, ContextParallelMesh, SequenceLayout, context_parallel_attention
-from hf_cp.attention.kernels import SdpaKernel
-from hf_cp.sequence.plan import AttentionPlan, Tile
+from hf_cp.attention.kernels import CpuFlashKernel, plan_calls
+from hf_cp.sequence.plan import AttentionPlan
+from hf_cp.sequence.tiles import Tile
 
 WORLD_SIZE = 2
-VARIANTS = {"ring 2": ContextParallelConfig(ring_degree=2), "ulysses 2": ContextParallelConfig(ulysses_degree=2)}
+VARIANTS = {
+    "ring 2, p2p": ContextParallelConfig(ring_degree=2, ring_comm="p2p"),
+    "ring 2, exchange": ContextParallelConfig(ring_degree=2, ring_comm="exchange"),
+    "ring 2, allgather": ContextParallelConfig(ring_degree=2, ring_comm="allgather"),
+    "ulysses 2": ContextParallelConfig(ulysses_degree=2),
+}
+PACKED = {
+    "document, exchange": ContextParallelConfig(ring_degree=2, layout="document", ring_comm="exchange"),
+    "zigzag, p2p": ContextParallelConfig(ring_degree=2, layout="zigzag", ring_comm="p2p"),
+    "contiguous, allgather": ContextParallelConfig(ring_degree=2, layout="contiguous", ring_comm="allgather"),
+}
+PEERS = ("torch ring", "hand-written ulysses")
 
 
 def main() -> None:
@@ -41,77 +51,63 @@ def main() -> None:
     parser.add_argument("--num-heads", type=int, default=8)
     parser.add_argument("--num-kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--pairs", type=int, default=9, help="rounds; each gives one ratio per variant")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--packed", action="store_true")
     parser.add_argument("--output", type=Path, default=None, help="write OUTPUT.json and OUTPUT.png")
     args = parser.parse_args()
-    context = mp.get_context("spawn")
-    results = context.SimpleQueue()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes = [context.Process(target=measure, args=(rank, port, args, results)) for rank in range(WORLD_SIZE)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    if any(process.exitcode for process in processes):
-        raise SystemExit("A process failed; its error is above.")
-    report(results.get(), args)
+    heads = f"{args.num_heads}:{args.num_kv_heads} heads of {args.head_dim}, fp32, forward + backward, one thread each"
+    print(heads)
+    tables = {}
+    for case in packed_rows(args) if args.packed else {f"{n:,} tokens": [n] for n in args.tokens}.items():
+        name, doc_lengths = case
+        measure = measure_packed if args.packed else measure_one_document
+        tables[name] = (report_packed if args.packed else report)(
+            name, *on_processes(WORLD_SIZE, measure, doc_lengths, args)
+        )
+    if args.output is not None:
+        save(tables, heads, args)
 
 
-def measure(rank: int, port: int, args: argparse.Namespace, results) -> None:
-    """One process: all rounds of all sizes; rank 0 sends the times (the slower rank's) back."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD_SIZE)
-    meshes = {name: ContextParallelMesh(config) for name, config in VARIANTS.items()}
-    times: dict[str, dict[str, list[float]]] = {}
-    for tokens in args.tokens:
-        variants: dict[str, Callable[[], None]] = {"one process": whole_row(tokens, args)}
-        for name, mesh in meshes.items():
-            variants[name] = sharded_row(tokens, args, mesh)
-            variants[f"{name}, tiles alone"] = tiles_alone(tokens, args, mesh)
-        times[str(tokens)] = {name: [] for name in variants}
-        for round_number in range(args.pairs + 1):
-            for name, run in variants.items():
-                seconds = slowest(run)
-                if round_number:  # the first round warms up
-                    times[str(tokens)][name].append(seconds)
-    if rank == 0:
-        results.put(times)
-    dist.barrier()
-    dist.destroy_process_group()
+def packed_rows(args: argparse.Namespace):
+    """Two rows of the first size: many short documents, and log-normal lengths."""
+    total, random = args.tokens[0], np.random.default_rng(0)
+    for name, draw in (("short", random.integers(100, 600, total)), ("log-normal", random.lognormal(6.5, 1.0, total))):
+        ends = np.minimum(np.cumsum(np.maximum(draw.astype(int), 1)), total)
+        yield f"{name}, {total:,} tokens", [int(n) for n in np.diff(ends, prepend=0) if n > 0]
 
 
-def slowest(run: Callable[[], None]) -> float:
-    """Seconds of the slower process; both start together."""
-    dist.barrier()
-    began = time.perf_counter()
-    run()
-    seconds = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    return seconds.item()
-
-
-def random_qkv(tokens: int, num_heads: int, num_kv_heads: int, head_dim: int) -> list[torch.Tensor]:
+def random_rows(num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int) -> list[torch.Tensor]:
     """q, k, v and grad_out, [tokens, heads, head_dim]."""
-    return [torch.randn(tokens, h, head_dim) for h in (num_heads, num_kv_heads, num_kv_heads, num_heads)]
+    return [torch.randn(num_tokens, h, head_dim) for h in (num_heads, num_kv_heads, num_kv_heads, num_heads)]
 
 
-def whole_row(tokens: int, args: argparse.Namespace) -> Callable[[], None]:
-    """The best that one process can do: a single call of the flash kernel, forward and backward."""
-    q, k, v, grad_out = random_qkv(tokens, args.num_heads, args.num_kv_heads, args.head_dim)
-    kernel, settings = SdpaKernel(), {"tile": Tile(0, tokens, 0, tokens, None, 0), "scale": args.head_dim**-0.5}
+def measure_one_document(doc_lengths: list[int], args: argparse.Namespace) -> tuple[Seconds, dict]:
+    (tokens,) = doc_lengths
+    variants = {"one process": kernel_calls([Tile(0, tokens, 0, tokens, None, 0)], tokens, 1, args)}
+    for name, config in VARIANTS.items():
+        mesh = ContextParallelMesh(config)
+        variants[name] = sharded(doc_lengths, mesh, args)
+        variants[f"{name}, calls alone"] = calls_alone(doc_lengths, mesh, args)
+    variants |= peers(tokens, args)
+    return interleaved(variants, args.rounds), {}
 
-    def run() -> None:
-        out, lse = kernel.forward(q, k, v, **settings)
-        kernel.backward(grad_out, q, k, v, out, lse, **settings)
 
-    return run
+def measure_packed(doc_lengths: list[int], args: argparse.Namespace) -> tuple[Seconds, dict]:
+    variants, sent = {}, {}
+    for name, config in PACKED.items():
+        mesh = ContextParallelMesh(config)
+        variants[name] = sharded(doc_lengths, mesh, args)
+        mesh.traffic.reset()
+        variants[name]()
+        bytes_sent = torch.tensor(mesh.traffic.ring_bytes)
+        dist.all_reduce(bytes_sent)
+        sent[name] = int(bytes_sent)
+    return interleaved(variants, args.rounds), sent
 
 
-def sharded_row(tokens: int, args: argparse.Namespace, mesh: ContextParallelMesh) -> Callable[[], None]:
-    layout = SequenceLayout([tokens], mesh.config)
-    *qkv, grad_out = random_qkv(layout.local_length, args.num_heads, args.num_kv_heads, args.head_dim)
+def sharded(doc_lengths: list[int], mesh: ContextParallelMesh, args: argparse.Namespace) -> Callable[[], None]:
+    layout = SequenceLayout(doc_lengths, mesh.config)
+    *qkv, grad_out = random_rows(layout.local_length, args.num_heads, args.num_kv_heads, args.head_dim)
 
     def run() -> None:
         q, k, v = (x.detach().requires_grad_() for x in qkv)
@@ -120,71 +116,115 @@ def sharded_row(tokens: int, args: argparse.Namespace, mesh: ContextParallelMesh
     return run
 
 
-def tiles_alone(tokens: int, args: argparse.Namespace, mesh: ContextParallelMesh) -> Callable[[], None]:
-    """The same kernel calls as this rank's, on local data, without communication and without adding results up."""
-    layout = SequenceLayout([tokens], mesh.config)
-    plan, size, kernel = AttentionPlan(layout), mesh.ulysses_size, SdpaKernel()
-    heads = (args.num_heads // size, args.num_kv_heads // size)
-    q, k, v, grad_out = random_qkv(layout.ring_shard_length, *heads, args.head_dim)
-    tiles = [t for step in range(mesh.ring_size) for t in plan.lower(mesh.ring_rank, step, bands=False)]
-    scale = args.head_dim**-0.5
+def calls_alone(doc_lengths: list[int], mesh: ContextParallelMesh, args: argparse.Namespace) -> Callable[[], None]:
+    """This rank's own kernel calls, on local data."""
+    layout, rank = SequenceLayout(doc_lengths, mesh.config), mesh.ring_rank
+    plan = AttentionPlan(layout)
+    if mesh.config.ring_comm == "allgather":
+        tiles = plan.gathered(rank).tiles
+    else:
+        tiles = [tile for source in range(mesh.ring_size) for tile in plan.tiles(rank, source)]
+    return kernel_calls(tiles, layout.ring_shard_length, mesh.ulysses_size, args)
+
+
+def kernel_calls(tiles: list[Tile], num_queries: int, ulysses: int, args: argparse.Namespace) -> Callable[[], None]:
+    """Forward and backward of the calls that `tiles` need, nothing else."""
+    num_tokens = max(num_queries, *(tile.k_slots.stop for tile in tiles))
+    heads = (args.num_heads // ulysses, args.num_kv_heads // ulysses)
+    q, k, v, grad_out = random_rows(num_tokens, *heads, args.head_dim)
+    kernel, scale = CpuFlashKernel(), args.head_dim**-0.5
+    groups = plan_calls(tiles, kernel, q.device)
 
     def run() -> None:
-        results = [kernel.forward(q[t.q_slots], k[t.k_slots], v[t.k_slots], tile=t, scale=scale) for t in tiles]
-        for t, (out, lse) in zip(tiles, results, strict=True):
-            rows = t.q_slots
-            kernel.backward(grad_out[rows], q[rows], k[t.k_slots], v[t.k_slots], out, lse, tile=t, scale=scale)
+        results = [kernel.forward(q[g.q_rows], k[g.k_rows], v[g.k_rows], group=g, scale=scale) for g in groups]
+        for group, (out, lse) in zip(groups, results, strict=True):
+            rows = (grad_out[group.q_rows], q[group.q_rows], k[group.k_rows], v[group.k_rows])
+            kernel.backward(*rows, out, lse, group=group, scale=scale)
 
     return run
 
 
-def median_interval(ratios: np.ndarray) -> tuple[float, float, float]:
-    """(median, lower, upper): 95 % bootstrap interval of the median."""
-    draws = np.random.default_rng(0).choice(ratios, (4000, len(ratios)))
-    low, high = np.percentile(np.median(draws, axis=1), [2.5, 97.5])
-    return float(np.median(ratios)), float(low), float(high)
+def peers(tokens: int, args: argparse.Namespace) -> dict[str, Callable[[], None]]:
+    from peers import TorchRing, hand_written_ulysses
+
+    *qkv, grad_out = random_rows(tokens // WORLD_SIZE, args.num_heads, args.num_kv_heads, args.head_dim)
+    head_major = [x.transpose(0, 1).unsqueeze(0).contiguous() for x in qkv]
+    grad_head_major = grad_out.transpose(0, 1).unsqueeze(0).contiguous()
+
+    def torch_ring() -> None:
+        q, k, v = (x.detach().requires_grad_() for x in head_major)
+        TorchRing.apply(q, k, v, dist.group.WORLD).backward(grad_head_major)
+
+    def ulysses() -> None:
+        q, k, v = (x.detach().requires_grad_() for x in qkv)
+        hand_written_ulysses(q, k, v, dist.group.WORLD).backward(grad_out)
+
+    runs = {"torch ring": torch_ring}
+    return runs if args.num_kv_heads % WORLD_SIZE else runs | {"hand-written ulysses": ulysses}
 
 
-def report(times: dict, args: argparse.Namespace) -> None:
-    print(f"{args.num_heads}:{args.num_kv_heads} heads of {args.head_dim}, fp32, forward + backward, one thread each")
-    print(f"{'tokens':>7}  {'variant':<10} {'one [s]':>8} {'two [s]':>8}  {'share of one':<22} overhead over tiles")
+def show(values: tuple[float, float, float], percent: bool = False) -> str:
+    median, low, high = values
+    if percent:
+        return f"{median - 1:+.1%} [{low - 1:+.1%}, {high - 1:+.1%}]"
+    return f"{median:.3f} [{low:.3f}, {high:.3f}]"
+
+
+def report(name: str, seconds: Seconds, _: dict) -> dict:
+    print(f"\n{name}: one process {np.median(seconds['one process']):.2f} s")
     table = {}
-    for tokens, by_variant in times.items():
-        seconds = {name: np.array(values) for name, values in by_variant.items()}
-        for name in VARIANTS:
-            share = median_interval(seconds[name] / seconds["one process"])
-            overhead = median_interval(seconds[name] / seconds[f"{name}, tiles alone"] - 1)
-            table[f"{tokens}, {name}"] = {"share": share, "overhead": overhead}
-            one, two = (np.median(seconds[key]) for key in ("one process", name))
-            print(
-                f"{tokens:>7}  {name:<10} {one:8.2f} {two:8.2f}  {share[0]:.3f} [{share[1]:.3f}, {share[2]:.3f}]   "
-                f"{overhead[0]:+.1%} [{overhead[1]:+.1%}, {overhead[2]:+.1%}]"
-            )
-    if args.output is not None:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        settings = {key: value for key, value in vars(args).items() if key != "output"}
-        args.output.with_suffix(".json").write_text(
-            json.dumps({"settings": settings, "seconds": times, "ratios": table}, indent=1) + "\n"
+    for variant in (*VARIANTS, *(p for p in PEERS if p in seconds)):
+        table[variant] = {"share": ratio(seconds, variant, "one process")}
+        line = f"  {variant:<22} share of one {show(table[variant]['share'])}"
+        if variant in VARIANTS:
+            table[variant]["overhead"] = ratio(seconds, variant, f"{variant}, calls alone")
+            line += f"   overhead {show(table[variant]['overhead'], percent=True)}"
+        print(line)
+    pairs = {"torch ring": "ring 2, p2p", "hand-written ulysses": "ulysses 2"}
+    for peer, own in pairs.items():
+        if peer in seconds:
+            table[f"{own} / {peer}"] = {"ratio": ratio(seconds, own, peer)}
+            print(f"  {own} over {peer}: {show(table[f'{own} / {peer}']['ratio'])}")
+    return {"seconds": seconds, "ratios": table}
+
+
+def report_packed(name: str, seconds: Seconds, sent: dict) -> dict:
+    print(f"\n{name}")
+    first = next(iter(PACKED))
+    table = {variant: {"ratio": ratio(seconds, first, variant), "MiB": sent[variant] / 2**20} for variant in PACKED}
+    for variant, values in table.items():
+        print(
+            f"  {variant:<22} {np.median(seconds[variant]):.3f} s, {values['MiB']:7.2f} MiB sent by all ranks; "
+            f"{first} takes {show(values['ratio'])} of its time"
         )
-        draw(table, args.output.with_suffix(".png"))
+    return {"seconds": seconds, "ratios": table}
 
 
-def draw(table: dict, path: Path) -> None:
+def save(tables: dict, heads: str, args: argparse.Namespace) -> None:
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.with_suffix(".json").write_text(json.dumps({"settings": heads, "rows": tables}, indent=1) + "\n")
+    if args.packed:
+        return
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(7, 0.6 * len(table) + 1.2))
-    for row, values in enumerate(table.values()):
-        median, low, high = values["share"]
-        axes.errorbar(median, row, xerr=[[median - low], [high - median]], fmt="o", capsize=4)
+    shares = {
+        f"{variant}, {row}": values["share"]
+        for row, table in tables.items()
+        for variant, values in table["ratios"].items()
+        if "share" in values
+    }
+    figure, axes = plt.subplots(figsize=(8, 0.35 * len(shares) + 1.2))
+    for place, (median, low, high) in enumerate(shares.values()):
+        axes.errorbar(median, place, xerr=[[median - low], [high - median]], fmt="o", capsize=4)
     axes.axvline(0.5, linestyle="--", color="grey", label="half of one process")
-    axes.set_yticks(range(len(table)), list(table))
+    axes.set_yticks(range(len(shares)), list(shares))
     axes.set_xlabel("time on two processes / one process (median, 95 % interval)")
     axes.legend()
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    figure.savefig(args.output.with_suffix(".png"), dpi=120)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,12 @@ import dataclasses
 import os
 import typing
 from dataclasses import dataclass, field
-from math import gcd
+from math import gcd, lcm
 
-LAYOUTS = ("auto", "zigzag", "contiguous", "striped")
-RING_COMMS = ("auto", "p2p")
-KERNELS = ("auto", "sdpa", "eager")
+LAYOUTS = ("auto", "document", "zigzag", "contiguous", "striped")
+RING_COMMS = ("auto", "p2p", "allgather", "exchange")
+KERNELS = ("auto", "sdpa", "flash_attn", "eager")
+GRAD_COMM_DTYPES = ("fp32", "compute")
 
 ENV_PREFIX = "HF_CP_"
 
@@ -45,11 +46,25 @@ class ContextParallelConfig:
     )
     layout: str = field(
         default="auto",
-        metadata={"help": "Which ring shard holds which token; auto is zigzag.", "choices": list(LAYOUTS)},
+        metadata={"help": "Which ring shard holds which token; auto is document.", "choices": list(LAYOUTS)},
     )
     kernel: str = field(
         default="auto",
-        metadata={"help": "Local attention kernel; auto is sdpa where it can run.", "choices": list(KERNELS)},
+        metadata={
+            "help": "Local attention kernel; auto is flash_attn on CUDA if installed, else sdpa.",
+            "choices": list(KERNELS),
+        },
+    )
+    grad_comm_dtype: str = field(
+        default="fp32",
+        metadata={
+            "help": "dK/dV on the ring axis' wires: fp32, or the compute dtype (half the bytes); summed in fp32.",
+            "choices": list(GRAD_COMM_DTYPES),
+        },
+    )
+    head_chunks: int = field(
+        default=1,
+        metadata={"help": "Groups of heads handled one after another; smaller buffers, next group in flight."},
     )
     loss_chunk_tokens: int = field(
         default=1024, metadata={"help": "Tokens whose logits exist at the same time in the chunked cross-entropy."}
@@ -63,7 +78,7 @@ class ContextParallelConfig:
     )
 
     def __post_init__(self):
-        for name in ("ring_degree", "ulysses_degree", "loss_chunk_tokens"):
+        for name in ("ring_degree", "ulysses_degree", "head_chunks", "loss_chunk_tokens"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}. Use {name}=1 to leave it unused.")
@@ -71,7 +86,13 @@ class ContextParallelConfig:
             raise ValueError(
                 f"timeout_seconds must be positive, got {self.timeout_seconds!r}. Use None for torch's default."
             )
-        for name, choices in (("layout", LAYOUTS), ("ring_comm", RING_COMMS), ("kernel", KERNELS)):
+        choices_of = {
+            "layout": LAYOUTS,
+            "ring_comm": RING_COMMS,
+            "kernel": KERNELS,
+            "grad_comm_dtype": GRAD_COMM_DTYPES,
+        }
+        for name, choices in choices_of.items():
             value = getattr(self, name)
             if value not in choices:
                 raise ValueError(f"{name}={value!r} does not exist. Choose one of {', '.join(choices)}.")
@@ -89,7 +110,7 @@ class ContextParallelConfig:
     @property
     def resolved_layout(self) -> str:
         """The layout that `auto` stands for."""
-        return "zigzag" if self.layout == "auto" else self.layout
+        return "document" if self.layout == "auto" else self.layout
 
     @classmethod
     def from_env(cls, **overrides: typing.Any) -> ContextParallelConfig:
@@ -132,14 +153,17 @@ def head_counts(model_config: typing.Any) -> tuple[int, int]:
 
 
 def check_heads(num_heads: int, num_kv_heads: int, config: ContextParallelConfig) -> None:
-    """Raises ValueError unless every Ulysses rank can get equally many query heads, with the K/V heads they use."""
-    degree = config.ulysses_degree
+    """Raises ValueError unless the heads fit the config.
+
+    Every Ulysses rank gets H / u query heads and the lcm(G, u) / u K/V heads that they use, in `head_chunks` groups.
+    """
+    degree, chunks = config.ulysses_degree, config.head_chunks
     if num_heads % num_kv_heads:
         raise ValueError(
             f"{num_heads} query heads do not divide over {num_kv_heads} K/V heads. Check the head counts of the model."
         )
     if num_heads % degree:
-        legal = [u for u in range(1, num_heads + 1) if num_heads % u == 0 and config.cp_size % u == 0]
+        legal = [u for u in _divisors(config.cp_size) if num_heads % u == 0]
         raise ValueError(
             f"ulysses_degree={degree} does not divide the {num_heads} query heads (K/V heads: {num_kv_heads}).\n"
             "  The rule: ulysses_degree must divide the query heads; K/V heads are replicated where it does not "
@@ -147,6 +171,16 @@ def check_heads(num_heads: int, num_kv_heads: int, config: ContextParallelConfig
             f"  With cp_size={config.cp_size} use ulysses_degree in {legal} and ring_degree=cp_size/ulysses_degree, "
             f"or ContextParallelConfig.auto({config.cp_size}, model.config)."
         )
+    kv_heads_of_rank = lcm(num_kv_heads, degree) // degree
+    if kv_heads_of_rank % chunks:
+        raise ValueError(
+            f"head_chunks={chunks} does not divide the {kv_heads_of_rank} K/V heads that a rank handles "
+            f"({num_kv_heads} K/V heads, ulysses_degree={degree}). Use one of {_divisors(kv_heads_of_rank)}."
+        )
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
 
 
 def _parse(key: str, spec: dataclasses.Field, text: str) -> typing.Any:

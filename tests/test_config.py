@@ -77,3 +77,11 @@ def test_command_line():
     parser = HfArgumentParser(ContextParallelConfig)
     (config,) = parser.parse_args_into_dataclasses(["--ring_degree", "2", "--layout", "zigzag", "--force"])
     assert config == ContextParallelConfig(2, layout="zigzag", force=True)
+
+
+@pytest.mark.parametrize(("ulysses_degree", "head_chunks"), [(1, 3), (2, 4), (8, 2)])
+def test_head_chunks_must_divide_the_kv_heads_of_a_rank(ulysses_degree, head_chunks):
+    config = ContextParallelConfig(ulysses_degree=ulysses_degree, head_chunks=head_chunks)
+    with pytest.raises(ValueError, match=f"head_chunks={head_chunks} does not divide"):
+        check_heads(16, 4, config)
+    check_heads(16, 4, ContextParallelConfig(ulysses_degree=2, head_chunks=2))

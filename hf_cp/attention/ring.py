@@ -1,109 +1,94 @@
-"""Ring attention (arXiv:2310.01889): K/V shards travel around the ring while each rank works on the shard it holds.
+"""`p2p`: ring attention (arXiv:2310.01889). K/V travel around the ring while each rank works on what it holds.
 
-At step s, ring rank r holds the K/V of rank r - s. Forward: R - 1 hops of K/V. Backward: R - 1 hops of K/V again, and
-R - 1 hops of the fp32 sums of dK/dV: the sum for shard c starts on rank c + 1, passes every other rank, and comes
-home, where the own part (which never travels) is added.
+At step s, ring rank r holds the K/V of rank r - s; the next ones are on their way meanwhile. Only rows of documents
+that are on several ranks travel. Forward: R - 1 hops of K/V. Backward: R - 1 hops of K/V again, and R - 1 hops of the
+sums of dK/dV: the sum for shard c starts on rank c + 1, passes every other rank and comes home, where the own part
+(which never travels) is waiting.
 
-Dimensions: T = slots of a ring shard, H = query heads, G = K/V heads, D = head size, R = ring_degree.
+Dimensions: T = slots of a ring shard, S = shared rows of a shard, G = K/V heads, D = head size, R = ring_degree.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import numpy as np
 import torch
 
-from hf_cp.attention.kernels import Kernel
-from hf_cp.attention.merge import accumulator_dtype, empty_result, merge_
+from hf_cp.attention.engine import Call, rows_to_send
+from hf_cp.attention.kernels import TileGroup
+from hf_cp.attention.merge import accumulator_dtype
+from hf_cp.attention.tiles import TileBackward, TileForward
 from hf_cp.parallel.collectives import start_hop
-from hf_cp.parallel.mesh import ContextParallelMesh
-from hf_cp.sequence.plan import AttentionPlan
+from hf_cp.sequence.plan import renumber_keys
 
 KV_TAG, GRAD_TAG = 0, 1
 
 
-class RingAttention(torch.autograd.Function):
-    """Exact attention of a ring shard; saves only its own (q, k, v, out, lse)."""
+class RingStep(NamedTuple):
+    """The shared rows of the shard that is here in one step, and the tiles on them."""
 
-    @staticmethod
-    def forward(
-        ctx,
-        q: torch.Tensor,  # [T, H, D]
-        k: torch.Tensor,  # [T, G, D]
-        v: torch.Tensor,  # [T, G, D]
-        mesh: ContextParallelMesh,
-        plan: AttentionPlan,
-        kernel: Kernel,
-        scale: float,
-    ) -> torch.Tensor:  # [T, H, D]
-        ctx.mesh, ctx.plan, ctx.kernel, ctx.scale = mesh, plan, kernel, scale
-        out, lse = _ring_forward(q, k, v, ctx)
-        out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        grad_q, grad_kv = _ring_backward(grad_out, q, k, v, out, lse, ctx)
-        grad_k, grad_v = grad_kv.to(k.dtype).unbind(0)
-        return grad_q.to(q.dtype), grad_k, grad_v, None, None, None, None
+    num_rows: int
+    calls: list[TileGroup]
 
 
-def _ring_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx) -> tuple[torch.Tensor, torch.Tensor]:
-    mesh, rank, size = ctx.mesh, ctx.mesh.ring_rank, ctx.mesh.ring_size
-    kv = _one_message(k, v, size)
-    out, lse = empty_result(q)
-    for step in range(size):
-        next_kv = start_hop(kv, mesh, tag=KV_TAG) if step + 1 < size else None
-        k, v = kv
-        for tile in ctx.plan.lower(rank, (rank - step) % size, bands=ctx.kernel.bands):
-            block_out, block_lse = ctx.kernel.forward(
-                q[tile.q_slots], k[tile.k_slots], v[tile.k_slots], tile=tile, scale=ctx.scale
-            )
-            merge_(out[tile.q_slots], lse[tile.q_slots], block_out, block_lse)
-        if next_kv is not None:
-            kv = next_kv.wait()
-    return out, lse
+class RingSchedule(NamedTuple):
+    own_calls: list[TileGroup]
+    own_rows: np.ndarray  # int64: slots that travel
+    steps: list[RingStep]  # step s has the shard of rank r - s; the first is the own one, without tiles
 
 
-def _ring_backward(
-    grad_out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    ctx,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    mesh, rank, size = ctx.mesh, ctx.mesh.ring_rank, ctx.mesh.ring_size
-    kv = _one_message(k, v, size)
-    dtype = accumulator_dtype(q.dtype)
-    grad_q = torch.zeros_like(q, dtype=dtype)
-    own_grad_kv = torch.zeros((2, *k.shape), dtype=dtype, device=k.device)
-    grad_kv, grad_hop = own_grad_kv, None
-    for step in range(size):
-        next_kv = start_hop(kv, mesh, tag=KV_TAG) if step + 1 < size else None
-        if step == 1:
-            grad_kv = torch.zeros_like(own_grad_kv)
-        elif step > 1:
-            grad_kv = grad_hop.wait()  # what the ranks before this one found for the same shard
-        k, v = kv
-        for tile in ctx.plan.lower(rank, (rank - step) % size, bands=ctx.kernel.bands):
-            rows, keys = tile.q_slots, tile.k_slots
-            block_q, block_k, block_v = ctx.kernel.backward(
-                grad_out[rows], q[rows], k[keys], v[keys], out[rows], lse[rows], tile=tile, scale=ctx.scale
-            )
-            grad_q[rows] += block_q
-            grad_kv[0, keys] += block_k
-            grad_kv[1, keys] += block_v
-        if step > 0:
-            grad_hop = start_hop(grad_kv, mesh, tag=GRAD_TAG)
-        if next_kv is not None:
-            kv = next_kv.wait()
-    if grad_hop is not None:
-        own_grad_kv += grad_hop.wait()
-    return grad_q, own_grad_kv
+class Ring:
+    """The relay."""
+
+    def forward(self, state: TileForward, k: torch.Tensor, v: torch.Tensor, call: Call) -> None:
+        schedule = _schedule(call)
+        kv = rows_to_send(k, v, schedule.own_rows) if len(schedule.steps) > 1 else None  # [S, 2, G, D]
+        for step, (_, tiles) in enumerate(schedule.steps):
+            next_kv = _next(kv, step, schedule, call)
+            if step == 0:
+                state.add(k, v, schedule.own_calls)
+            else:
+                state.add(kv[:, 0], kv[:, 1], tiles)
+            kv = next_kv.wait() if next_kv is not None else None
+
+    def backward(
+        self, state: TileBackward, k: torch.Tensor, v: torch.Tensor, grad_kv: torch.Tensor, call: Call
+    ) -> None:
+        schedule = _schedule(call)
+        kv = rows_to_send(k, v, schedule.own_rows) if len(schedule.steps) > 1 else None
+        grad_hop = None
+        for step, (num_rows, tiles) in enumerate(schedule.steps):
+            next_kv = _next(kv, step, schedule, call)
+            if step == 0:
+                state.add(k, v, grad_kv, schedule.own_calls)
+            else:
+                visiting = torch.zeros((num_rows, *kv.shape[1:]), dtype=accumulator_dtype(k.dtype), device=k.device)
+                state.add(kv[:, 0], kv[:, 1], visiting, tiles)
+                if grad_hop is not None:
+                    visiting += grad_hop.wait()  # what the ranks before this one found for the same shard
+                next_rows = schedule.steps[(step + 1) % len(schedule.steps)].num_rows
+                grad_hop = start_hop(call.wire(visiting), call.mesh, received_rows=next_rows, tag=GRAD_TAG)
+            kv = next_kv.wait() if next_kv is not None else None
+        if grad_hop is not None:
+            grad_kv[torch.from_numpy(schedule.own_rows).to(k.device)] += grad_hop.wait()
 
 
-def _one_message(k: torch.Tensor, v: torch.Tensor, ring_size: int) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """K and V as [2, T, G, D] to send; the pair itself, uncopied, if nothing will be sent."""
-    return torch.stack((k, v)) if ring_size > 1 else (k, v)
+def _next(kv: torch.Tensor | None, step: int, schedule: RingSchedule, call: Call):
+    """Starts to move the K/V on, unless this is the last step."""
+    if step + 1 == len(schedule.steps):
+        return None
+    return start_hop(kv, call.mesh, received_rows=schedule.steps[step + 1].num_rows, tag=KV_TAG)
+
+
+def _schedule(call: Call) -> RingSchedule:
+    plan, rank, size = call.plan, call.mesh.ring_rank, call.mesh.ring_size
+
+    def make() -> RingSchedule:
+        sources = [(rank - step) % size for step in range(size)] if plan.needs_traffic else [rank]
+        rows = [plan.shared_rows(source) for source in sources]
+        tiles = [[], *(renumber_keys(plan.tiles(rank, s), r) for s, r in zip(sources[1:], rows[1:], strict=True))]
+        steps = [RingStep(len(r), call.plan_calls(t)) for r, t in zip(rows, tiles, strict=True)]
+        return RingSchedule(call.plan_calls(plan.tiles(rank, rank)), rows[0], steps)
+
+    return plan.schedule(call.schedule_key("p2p"), make)

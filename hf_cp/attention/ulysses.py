@@ -4,48 +4,53 @@ q, k and v travel in one all-to-all. With u = ulysses_degree and L = lcm(G, u), 
 times in order; every rank then gets H / u query heads and the L / u K/V heads that these use. The backward pass of the
 repetition sums the replicas' gradients.
 
+A rank's heads can be handled in `chunks` groups, one after another (Untied Ulysses, arXiv:2602.21196): what is in
+flight shrinks to 1 / chunks, and the next group travels while the current one is used, in both directions.
+
 Dimensions: n = local slots, T = n * u = slots of a ring shard, H = query heads, G = K/V heads, D = head size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import lcm
 
 import torch
 
-from hf_cp.parallel.collectives import all_to_all
+from hf_cp.parallel.collectives import finish_all_to_all, start_all_to_all
 from hf_cp.parallel.mesh import ContextParallelMesh
 
+HeadsAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
-def tokens_to_heads(
+
+def attend_by_heads(
     q: torch.Tensor,  # [n, H, D]
     k: torch.Tensor,  # [n, G, D]
     v: torch.Tensor,  # [n, G, D]
+    attend: HeadsAttention,  # (q [T, h, D], k [T, g, D], v [T, g, D]) -> [T, h, D]
     mesh: ContextParallelMesh,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(q [T, H/u, D], k [T, L/u, D], v [T, L/u, D]): all slots of the ring shard, this rank's heads.
-
-    The way back for the attention output is [`heads_to_tokens`].
-    """
+    chunks: int = 1,
+) -> torch.Tensor:  # [n, H, D]
+    """Runs `attend` on whole ring shards, this rank's heads, `chunks` groups of them one after another."""
     size = mesh.ulysses_size
-    if size == 1:
-        return q, k, v
+    if size == 1 and chunks == 1:
+        return attend(q, k, v)
     num_kv_heads = lcm(k.shape[1], size)
     k, v = (x.repeat_interleave(num_kv_heads // x.shape[1], dim=1) for x in (k, v))
-    blocks = torch.cat([_split_heads(x, size) for x in (q, k, v)], dim=2)  # [u, n, (H + 2L) / u, D]
-    heads = all_to_all(blocks, mesh).flatten(0, 1)  # [T, (H + 2L) / u, D]: pieces of the shard in rank order
-    return heads.split([q.shape[1] // size, num_kv_heads // size, num_kv_heads // size], dim=1)
+    # [n, H, D] -> [u, chunks, n, H / (u * chunks), D]: consecutive heads for each rank, and for each group of them
+    by_rank = [x.unflatten(1, (size, chunks, -1)).movedim(0, 2) for x in (q, k, v)]
+    widths = [x.shape[3] for x in by_rank]
 
+    def start(chunk: int):
+        blocks = torch.cat([x[:, chunk] for x in by_rank], dim=2)  # [u, n, (H + 2L) / (u * chunks), D]
+        return start_all_to_all(blocks, mesh)
 
-def heads_to_tokens(out: torch.Tensor, mesh: ContextParallelMesh) -> torch.Tensor:
-    """[T, H/u, D] -> [n, H, D]: the local slots, all heads; the inverse of [`tokens_to_heads`]."""
-    size = mesh.ulysses_size
-    if size == 1:
-        return out
-    blocks = all_to_all(out.unflatten(0, (size, -1)), mesh)  # [u, n, H / u, D]
-    return blocks.transpose(0, 1).flatten(1, 2)
-
-
-def _split_heads(x: torch.Tensor, size: int) -> torch.Tensor:
-    """[n, h, D] -> [size, n, h / size, D]: consecutive heads for each rank."""
-    return x.unflatten(1, (size, -1)).transpose(0, 1)
+    outs, transfer = [], start(0)
+    for chunk in range(chunks):
+        following = start(chunk + 1) if chunk + 1 < chunks else None
+        heads = finish_all_to_all(transfer).flatten(0, 1)  # [T, ...]: pieces of the shard in rank order
+        out = attend(*heads.split(widths, dim=1))  # [T, H / (u * chunks), D]
+        outs.append(start_all_to_all(out.unflatten(0, (size, -1)), mesh))
+        transfer = following
+    out = torch.stack([finish_all_to_all(out) for out in outs], dim=1)  # [u, chunks, n, H / (u * chunks), D]
+    return out.movedim(2, 0).flatten(1, 3)

@@ -1,20 +1,25 @@
 """Unified sequence parallelism (arXiv:2405.07719): Ulysses outside, a ring inside.
 
-An all-to-all gives this rank a whole ring shard of few heads, in order; the ring computes exact attention over all
+An all-to-all gives this rank a whole ring shard of few heads, in order; an engine computes exact attention over all
 shards; a second all-to-all brings the local slots back.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
+from hf_cp.attention.engine import Call, ShardAttention
+from hf_cp.attention.exchange import Exchange
+from hf_cp.attention.gather import Gather
 from hf_cp.attention.kernels import choose_kernel
-from hf_cp.attention.ring import RingAttention
-from hf_cp.attention.ulysses import heads_to_tokens, tokens_to_heads
+from hf_cp.attention.ring import Ring
+from hf_cp.attention.ulysses import attend_by_heads
 from hf_cp.config import check_heads
 from hf_cp.parallel.mesh import ContextParallelMesh
 from hf_cp.sequence.layout import SequenceLayout
-from hf_cp.sequence.plan import attention_plan
+from hf_cp.sequence.plan import AttentionPlan, attention_plan
 
 
 @torch.compiler.disable
@@ -38,8 +43,7 @@ def context_parallel_attention(
         mesh (`ContextParallelMesh`): the processes.
         layout (`SequenceLayout`): the row; documents do not see each other.
         causal (`bool`): a token sees its document up to itself; else the whole document.
-        window (`int`, *optional*): a token sees the last `window` tokens of its document. A window shorter than the
-            longest document needs a kernel with bands.
+        window (`int`, *optional*): a token sees the last `window` tokens of its document, itself included.
         scale (`float`, *optional*): factor on the scores, 1 / sqrt(D) by default.
         kernel (`str`, *optional*): overrides `mesh.config.kernel`.
 
@@ -53,16 +57,28 @@ def context_parallel_attention(
     _check(q, k, v, mesh, layout)
     chosen = choose_kernel(kernel or mesh.config.kernel, q, v)
     plan = attention_plan(layout, causal=causal, window=window)
-    if plan.window is not None and not chosen.bands:
-        raise ValueError(
-            f"window={window} is shorter than the longest document ({layout.max_seqlen} tokens), which "
-            f"kernel={chosen.name!r} cannot compute.\n  Use kernel='eager' for short rows, or documents of at most "
-            f"{window} tokens."
-        )
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    q, k, v = tokens_to_heads(q, k, v, mesh)
-    out = RingAttention.apply(q, k, v, mesh, plan, chosen, scale)
-    return heads_to_tokens(out, mesh)
+    config, scale = mesh.config, q.shape[-1] ** -0.5 if scale is None else scale
+    name = choose_engine(config.ring_comm, plan)
+    gather_chunks = config.head_chunks if mesh.ulysses_size == 1 and name == "allgather" else 1
+    engine = {"p2p": Ring, "exchange": Exchange, "allgather": partial(Gather, gather_chunks)}[name]()
+    call = Call(mesh, plan, chosen, scale, q.device, q.dtype if config.grad_comm_dtype == "compute" else None)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return ShardAttention.apply(q, k, v, engine, call)
+
+    return attend_by_heads(q, k, v, attend, mesh, config.head_chunks // gather_chunks)
+
+
+def choose_engine(ring_comm: str, plan: AttentionPlan) -> str:
+    """The engine that `auto` stands for: the same on every rank, since it follows from the plan alone.
+
+    `exchange` moves the fewest rows, but holds all that it receives at once. It is taken when that is no more than the
+    two shards which a relay holds, or when a window keeps it short; `p2p` otherwise.
+    """
+    if ring_comm != "auto":
+        return ring_comm
+    is_small = plan.num_shared_tokens <= 2 * plan.layout.ring_shard_length
+    return "exchange" if is_small or plan.window is not None else "p2p"
 
 
 def _check(

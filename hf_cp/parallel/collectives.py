@@ -1,10 +1,11 @@
-"""The collectives of attention: a hop around the ring and an all-to-all over the Ulysses axis.
+"""The collectives of attention: hops, exchanges and gathers over the ring axis, an all-to-all over the Ulysses axis.
 
 Each counts the bytes that leave the process (`mesh.traffic`). Over an axis of one process nothing is communicated.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -13,63 +14,131 @@ import torch.distributed as dist
 from hf_cp.parallel.mesh import ContextParallelMesh
 
 
-class Hop(NamedTuple):
-    """A tensor on its way around the ring."""
+class Transfer(NamedTuple):
+    """Tensors on their way over the ring axis."""
 
     received: torch.Tensor
     sent: torch.Tensor  # kept alive until it has left
     works: list[dist.Work]
 
     def wait(self) -> torch.Tensor:
-        """The tensor of the previous ring rank."""
+        """What arrived."""
         for work in self.works:
             work.wait()
         return self.received
 
 
-def start_hop(tensor: torch.Tensor, mesh: ContextParallelMesh, *, tag: int = 0) -> Hop:
-    """Starts to send `tensor` to the next ring rank and to receive the previous one's, of the same shape.
+def start_hop(tensor: torch.Tensor, mesh: ContextParallelMesh, *, received_rows: int, tag: int = 0) -> Transfer:
+    """Starts to send `tensor` [rows, ...] to the next ring rank and to receive [received_rows, ...] from the previous.
 
     Hops that are in flight together need different tags. On NCCL every rank must start its hops in the same order.
     """
-    sent, received = tensor.contiguous(), torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    sent = tensor.contiguous()
+    received = sent.new_empty(received_rows, *sent.shape[1:])
     group, size, rank = mesh.ring_group, mesh.ring_size, mesh.ring_rank
     ops = [
         dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % size, tag=tag),
         dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % size, tag=tag),
     ]
-    mesh.traffic.ring_bytes += sent.numel() * sent.element_size()
-    return Hop(received, sent, dist.batch_isend_irecv(ops))
+    mesh.traffic.ring_bytes += sent.nbytes
+    return Transfer(received, sent, dist.batch_isend_irecv(ops))
 
 
-class _AllToAll(torch.autograd.Function):
-    """Block j of dim 0 goes to Ulysses rank j, arriving as block `ulysses_rank`: its own inverse and adjoint."""
+def start_exchange(
+    tensor: torch.Tensor, mesh: ContextParallelMesh, *, sent: list[int], received: list[int]
+) -> Transfer:
+    """Starts an all-to-all over the ring axis with uneven splits.
+
+    Args:
+        tensor (`torch.Tensor`): [sum(sent), ...], the rows for each ring rank in order.
+        sent, received (`list[int]`): rows to and from each ring rank.
+    """
+    tensor = tensor.contiguous()
+    buffer = tensor.new_empty(sum(received), *tensor.shape[1:])
+    work = dist.all_to_all_single(buffer, tensor, received, sent, group=mesh.ring_group, async_op=True)
+    row_bytes = tensor.nbytes // max(1, len(tensor))
+    mesh.traffic.ring_bytes += (sum(sent) - sent[mesh.ring_rank]) * row_bytes
+    return Transfer(buffer, tensor, [work])
+
+
+def start_all_gather(tensor: torch.Tensor, mesh: ContextParallelMesh) -> Transfer:
+    """Starts to gather `tensor` [rows, ...] of every ring rank into [ring_size * rows, ...]."""
+    tensor = tensor.contiguous()
+    buffer = tensor.new_empty(mesh.ring_size * len(tensor), *tensor.shape[1:])
+    work = dist.all_gather_single(buffer, tensor, group=mesh.ring_group, async_op=True)
+    mesh.traffic.ring_bytes += tensor.nbytes * (mesh.ring_size - 1)
+    return Transfer(buffer, tensor, [work])
+
+
+@dataclass
+class BlockTransfer:
+    """Blocks on their way over the Ulysses axis; `blocks` may be read after [`finish_all_to_all`]."""
+
+    mesh: ContextParallelMesh
+    blocks: torch.Tensor | None = None
+    sent: torch.Tensor | None = None  # kept alive until it has left
+    work: dist.Work | None = None
+
+    def start(self, blocks: torch.Tensor) -> torch.Tensor:
+        """Block j of dim 0 goes to Ulysses rank j, and arrives there as block `ulysses_rank`."""
+        if self.mesh.ulysses_size == 1:
+            return blocks.view_as(blocks)
+        self.sent = blocks.contiguous()
+        received = torch.empty_like(self.sent)
+        self.work = dist.all_to_all_single(received, self.sent, group=self.mesh.ulysses_group, async_op=True)
+        self.mesh.traffic.ulysses_bytes += self.sent.nbytes * (self.mesh.ulysses_size - 1) // self.mesh.ulysses_size
+        return received
+
+    def finish(self) -> None:
+        if self.work is not None:
+            self.work.wait()
+        self.sent = self.work = None
+
+
+class _Start(torch.autograd.Function):
+    """Starts a trade of blocks; in the backward pass, waits for the gradients' trade that `_Finish` has started."""
 
     @staticmethod
-    def forward(ctx, blocks: torch.Tensor, mesh: ContextParallelMesh) -> torch.Tensor:
-        ctx.mesh = mesh
-        sent = blocks.contiguous()
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=mesh.ulysses_group)
-        size = mesh.ulysses_size
-        mesh.traffic.ulysses_bytes += sent.numel() * sent.element_size() * (size - 1) // size
-        return received
+    def forward(ctx, blocks: torch.Tensor, transfer: BlockTransfer) -> torch.Tensor:
+        ctx.transfer = transfer
+        return transfer.start(blocks)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _AllToAll.apply(grad, ctx.mesh), None
+        ctx.transfer.finish()
+        return grad, None
 
 
-def all_to_all(blocks: torch.Tensor, mesh: ContextParallelMesh) -> torch.Tensor:
-    """Trades blocks over the Ulysses axis, differentiably.
+class _Finish(torch.autograd.Function):
+    """Waits for a trade of blocks; in the backward pass, starts that of the gradients. A trade is its own adjoint."""
+
+    @staticmethod
+    def forward(ctx, blocks: torch.Tensor, transfer: BlockTransfer) -> torch.Tensor:
+        ctx.transfer = transfer
+        transfer.finish()
+        return blocks.view_as(blocks)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.transfer.start(grad), None
+
+
+def start_all_to_all(blocks: torch.Tensor, mesh: ContextParallelMesh) -> BlockTransfer:
+    """Starts to trade blocks over the Ulysses axis, differentiably.
 
     Args:
         blocks (`torch.Tensor`): [ulysses_size, ...], block j for Ulysses rank j.
-
-    Returns:
-        `torch.Tensor` of the same shape, block j from Ulysses rank j.
     """
-    return blocks if mesh.ulysses_size == 1 else _AllToAll.apply(blocks, mesh)
+    transfer = BlockTransfer(mesh)
+    transfer.blocks = _Start.apply(blocks, transfer)
+    return transfer
+
+
+def finish_all_to_all(transfer: BlockTransfer) -> torch.Tensor:
+    """The traded blocks [ulysses_size, ...], block j from Ulysses rank j."""
+    blocks = _Finish.apply(transfer.blocks, transfer)
+    transfer.blocks = None  # the graph holds the transfer: it must not hold the graph
+    return blocks
 
 
 def sum_over_cp(tensor: torch.Tensor, mesh: ContextParallelMesh) -> torch.Tensor:

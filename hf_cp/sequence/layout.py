@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from hf_cp.config import ContextParallelConfig
+from hf_cp.sequence.placement import CUT, place_documents, zigzag_borders, zigzag_loads
 
 
 class Segments(NamedTuple):
@@ -47,8 +48,9 @@ class SequenceLayout:
         doc_lengths (`Sequence[int]`): tokens of each document of the row, in order; every length is at least 1.
         config (`ContextParallelConfig`): gives the degrees and the layout rule:
             `contiguous` (ring rank r holds the r-th slice of the row), `striped` (token i of the row on ring rank i
-            mod R; Striped Attention, arXiv:2311.09431) or `zigzag` (every document is cut in 2R chunks
-            [floor(iL/2R), floor((i+1)L/2R)), ring rank r holds chunks r and 2R-1-r of each).
+            mod R; Striped Attention, arXiv:2311.09431), `zigzag` (every document is cut in 2R chunks
+            [floor(iL/2R), floor((i+1)L/2R)), ring rank r holds chunks r and 2R-1-r of each) or `document` (documents
+            stay whole on one rank, the longest ones are zigzagged; see [`place_documents`]).
 
     Attributes:
         doc_lengths (`tuple[int, ...]`): as given.
@@ -98,6 +100,11 @@ class SequenceLayout:
         text = f"{self.layout}/{self.ring_degree}/{self.ulysses_degree}/{self.doc_lengths}"
         return hashlib.sha256(text.encode()).hexdigest()
 
+    @cached_property
+    def owners(self) -> np.ndarray:
+        """int64 [num_docs]: the ring rank that holds a whole document in the `document` layout, -1 if it is cut."""
+        return place_documents(np.asarray(self.doc_lengths, dtype=np.int64), self.ring_degree)
+
     def segments(self, ring_rank: int) -> Segments:
         """The runs of tokens that ring shard `ring_rank` holds, in order."""
         if not 0 <= ring_rank < self.ring_degree:
@@ -113,7 +120,7 @@ class SequenceLayout:
             )
         ring_rank, ulysses_rank = divmod(cp_rank, self.ulysses_degree)
         doc, start, length, step = self.segments(ring_rank)
-        tokens = _ranges(self.doc_starts[doc] + start, length, step)
+        tokens = ranges(self.doc_starts[doc] + start, length, step)
         shard = np.full(self.ring_shard_length, -1, dtype=np.int64)
         shard[: len(tokens)] = tokens
         return torch.from_numpy(shard[ulysses_rank * self.local_length :][: self.local_length].copy())
@@ -156,11 +163,16 @@ class SequenceLayout:
                 f"{[t.shape[dim] for t in shards]}."
             )
         local = torch.cat(list(shards), dim)
-        indices = torch.cat([self.indices(r) for r in range(self.cp_size)])
-        slots = torch.empty(self.num_tokens, dtype=torch.int64)
+        return local.index_select(dim, torch.from_numpy(self.slots).to(local.device))
+
+    @cached_property
+    def slots(self) -> np.ndarray:
+        """int64 [num_tokens]: the slot of each token of the row in the concatenated shards of all ranks."""
+        indices = torch.cat([self.indices(rank) for rank in range(self.cp_size)]).numpy()
+        slots = np.empty(self.num_tokens, dtype=np.int64)
         is_token = indices >= 0
-        slots[indices[is_token]] = is_token.nonzero().squeeze(1)
-        return local.index_select(dim, slots.to(local.device))
+        slots[indices[is_token]] = np.flatnonzero(is_token)
+        return slots
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, SequenceLayout) and self.digest == other.digest
@@ -175,10 +187,10 @@ class SequenceLayout:
         )
 
 
-def _ranges(start: np.ndarray, length: np.ndarray, step: int) -> np.ndarray:
+def ranges(start: np.ndarray, length: np.ndarray, step: int = 1) -> np.ndarray:
     """Concatenated `start, start + step, ...` runs.
 
-    >>> _ranges(np.array([7, 0]), np.array([2, 3]), 1).tolist()
+    >>> ranges(np.array([7, 0]), np.array([2, 3])).tolist()
     [7, 8, 0, 1, 2]
     """
     ends = np.cumsum(length)
@@ -221,25 +233,38 @@ def _striped_lengths(layout: SequenceLayout) -> np.ndarray:
     return (layout.num_tokens - 1 - np.arange(layout.ring_degree)) // layout.ring_degree + 1
 
 
-def _zigzag_borders(layout: SequenceLayout, chunk: np.ndarray | int) -> np.ndarray:
-    """First token of chunk number `chunk` in each document, [.., num_docs]."""
-    return np.asarray(chunk)[..., None] * np.asarray(layout.doc_lengths, dtype=np.int64) // (2 * layout.ring_degree)
-
-
 def _zigzag_segments(layout: SequenceLayout, ring_rank: int) -> Segments:
-    chunks = np.array([ring_rank, 2 * layout.ring_degree - 1 - ring_rank])
-    start, stop = _zigzag_borders(layout, chunks), _zigzag_borders(layout, chunks + 1)  # [2, num_docs]
-    doc = np.broadcast_to(np.arange(len(layout.doc_lengths)), start.shape)
-    return _nonempty(*(x.T.reshape(-1) for x in (doc, start, stop - start)))
+    return _chunk_segments(layout, ring_rank, np.full(len(layout.doc_lengths), CUT))
 
 
 def _zigzag_lengths(layout: SequenceLayout) -> np.ndarray:
-    chunk_lengths = np.diff(_zigzag_borders(layout, np.arange(2 * layout.ring_degree + 1)).sum(-1))
-    return chunk_lengths[: layout.ring_degree] + chunk_lengths[::-1][: layout.ring_degree]
+    return zigzag_loads(np.asarray(layout.doc_lengths), layout.ring_degree)[0].astype(np.int64)
+
+
+def _document_segments(layout: SequenceLayout, ring_rank: int) -> Segments:
+    return _chunk_segments(layout, ring_rank, layout.owners)
+
+
+def _document_lengths(layout: SequenceLayout) -> np.ndarray:
+    lengths, owners, is_cut = np.asarray(layout.doc_lengths), layout.owners, layout.owners == CUT
+    whole = np.bincount(owners[~is_cut], weights=lengths[~is_cut], minlength=layout.ring_degree)
+    return (whole + zigzag_loads(lengths[is_cut], layout.ring_degree)[0]).astype(np.int64)
+
+
+def _chunk_segments(layout: SequenceLayout, ring_rank: int, owners: np.ndarray) -> Segments:
+    """Two chunks of every cut document, and the whole of every document that `ring_rank` owns."""
+    docs = np.flatnonzero((owners == CUT) | (owners == ring_rank))
+    lengths = np.asarray(layout.doc_lengths, dtype=np.int64)[docs]
+    chunks = np.array([ring_rank, 2 * layout.ring_degree - 1 - ring_rank])
+    start, stop = (zigzag_borders(lengths, layout.ring_degree, c) for c in (chunks, chunks + 1))  # [2, docs]
+    is_whole = owners[docs] == ring_rank
+    start[:, is_whole], stop[0, is_whole], stop[1, is_whole] = 0, lengths[is_whole], 0
+    return _nonempty(*(x.T.reshape(-1) for x in (np.broadcast_to(docs, start.shape), start, stop - start)))
 
 
 _RULES = {
     "contiguous": _Rule(_contiguous_segments, _contiguous_lengths),
+    "document": _Rule(_document_segments, _document_lengths),
     "striped": _Rule(_striped_segments, _striped_lengths),
     "zigzag": _Rule(_zigzag_segments, _zigzag_lengths),
 }

@@ -1,7 +1,6 @@
 """Which scores every ring rank computes, and which K/V rows they need: integers only, computed from the layout.
 
-A *tile* is a rectangle of scores between a run of query slots of one ring shard and a run of key slots of another,
-with a band of visible entries inside. Kernels, communication and telemetry all read the same tiles.
+Kernels, communication, telemetry and the planner all read the same plan.
 
 >>> from hf_cp.config import ContextParallelConfig
 >>> layout = SequenceLayout([8], ContextParallelConfig(ring_degree=2))  # shards [0, 1, 6, 7] and [2, 3, 4, 5]
@@ -18,58 +17,34 @@ True
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Hashable
+from functools import cached_property
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from hf_cp.sequence.layout import Segments, SequenceLayout
+from hf_cp.sequence.layout import Segments, SequenceLayout, ranges
+from hf_cp.sequence.tiles import UNBOUNDED, Tile, TileTable, fuse, run_tiles
+
+Schedule = TypeVar("Schedule")
 
 
-class Tile(NamedTuple):
-    """Scores of query slots [q_start, q_start + q_len) against key slots [k_start, k_start + k_len).
+class GatheredKeys(NamedTuple):
+    """One rank's tiles when the shared rows of all shards lie in one buffer.
 
-    Query i sees key j if -left <= j - i - (k_len - q_len) <= right: the band is bottom-right aligned like flash-attn's
-    windows. `None` is unbounded, so (None, 0) is causal and (None, None) is full. Every query of a tile sees a key.
+    Attributes:
+        order (`np.ndarray`): int64 [num_keys], for each slot of the buffer its place in the concatenated shared rows
+        of
+            all shards, each padded to `rows_per_rank`.
+        rows_per_rank (`int`): shared rows of the rank that has most of them.
+        own_tiles (`list[Tile]`): documents that are on this rank only; key slots count in the own shard.
+        tiles (`list[Tile]`): the others; key slots count in the buffer.
     """
 
-    q_start: int
-    q_len: int
-    k_start: int
-    k_len: int
-    left: int | None
-    right: int | None
-
-    @property
-    def q_slots(self) -> slice:
-        return slice(self.q_start, self.q_start + self.q_len)
-
-    @property
-    def k_slots(self) -> slice:
-        return slice(self.k_start, self.k_start + self.k_len)
-
-    @property
-    def is_full(self) -> bool:
-        return self.left is None and self.right is None
-
-    @property
-    def area(self) -> int:
-        """Number of visible (query, key) pairs.
-
-        >>> Tile(0, 4, 0, 4, None, 0).area, Tile(0, 2, 0, 4, None, 0).area, Tile(0, 2, 0, 4, None, None).area
-        (10, 7, 8)
-        """
-        shift = self.k_len - self.q_len
-        above = 0 if self.right is None else _triangle(self.k_len - 1 - shift - self.right, self.q_len)
-        below = 0 if self.left is None else _triangle(self.q_len - 1 + shift - self.left, self.q_len)
-        return self.q_len * self.k_len - above - below
-
-
-def _triangle(rows: int, max_rows: int) -> int:
-    """rows + (rows - 1) + ... , at most `max_rows` terms, none below zero."""
-    rows = max(rows, 0)
-    rest = max(rows - max_rows, 0)
-    return (rows * (rows + 1) - rest * (rest + 1)) // 2
+    order: np.ndarray
+    rows_per_rank: int
+    own_tiles: list[Tile]
+    tiles: list[Tile]
 
 
 class AttentionPlan:
@@ -94,151 +69,118 @@ class AttentionPlan:
         self.causal = causal
         # a window that no document outgrows hides nothing
         self.window = window if window is not None and window < layout.max_seqlen else None
+        self._segments: dict[int, Segments] = {}
         self._tiles: dict[tuple[int, int], list[Tile]] = {}
-        self._squares: dict[tuple[int, int], list[Tile]] = {}
+        self._schedules: dict[Hashable, Any] = {}
 
     def tiles(self, q_ring_rank: int, k_ring_rank: int) -> list[Tile]:
         """Tiles of shard `q_ring_rank`'s queries against shard `k_ring_rank`'s keys, in slots of those shards."""
         key = (q_ring_rank, k_ring_rank)
         if key not in self._tiles:
-            if q_ring_rank == k_ring_rank and self.window is None:
-                tiles = self._own_tiles(q_ring_rank)
-            else:
-                tiles = _fuse(self._run_tiles(q_ring_rank, k_ring_rank))
-            self._tiles[key] = list(tiles)
+            self._tiles[key] = self._table(*key).to_tiles()
         return self._tiles[key]
+
+    def schedule(self, key: Hashable, make: Callable[[], Schedule]) -> Schedule:
+        """What an engine derives from the plan, made once per `key`."""
+        if key not in self._schedules:
+            self._schedules[key] = make()
+        return self._schedules[key]
 
     def area(self, ring_rank: int) -> int:
         """Visible (query, key) pairs that `ring_rank` computes, over all key shards."""
-        return sum(t.area for k in range(self.layout.ring_degree) for t in self.tiles(ring_rank, k))
+        return sum(self._table(ring_rank, k).area for k in range(self.layout.ring_degree))
+
+    def lockstep_area(self) -> int:
+        """Sum over ring steps of the largest area of a rank: what a ring that moves in lockstep waits for."""
+        size = self.layout.ring_degree
+        return sum(max(self._table(q, (q - step) % size).area for q in range(size)) for step in range(size))
 
     def kv_rows(self, src_ring_rank: int, dst_ring_rank: int) -> np.ndarray:
         """int64, rising: slots of shard `src_ring_rank` whose keys some query of shard `dst_ring_rank` sees."""
-        needed = np.zeros(self.layout.ring_shard_length, dtype=bool)
-        for tile in self.tiles(dst_ring_rank, src_ring_rank):
-            needed[tile.k_slots] = True
-        return needed.nonzero()[0]
+        table = self._table(dst_ring_rank, src_ring_rank)
+        # +1 where a tile's keys begin, -1 behind their end: the running sum counts the tiles that need a slot
+        borders = np.zeros(self.layout.ring_shard_length + 1, dtype=np.int64)
+        np.add.at(borders, table.k_start, 1)
+        np.add.at(borders, table.k_start + table.k_len, -1)
+        return np.flatnonzero(np.cumsum(borders[:-1]))
 
-    def lower(self, q_ring_rank: int, k_ring_rank: int, *, bands: bool) -> list[Tile]:
-        """The same scores as tiles that a kernel can compute.
+    def shared_rows(self, ring_rank: int) -> np.ndarray:
+        """int64, rising: slots of shard `ring_rank` whose documents are on other ranks too."""
+        doc, _, length, _ = self._run(ring_rank)
+        return np.flatnonzero(np.repeat(self._ranks_of_document[doc] > 1, length))
 
-        A kernel with `bands` takes every tile as it is; one without takes full tiles and causal squares only.
+    @property
+    def needs_traffic(self) -> bool:
+        """Whether any document is on more than one ring rank."""
+        return self.num_shared_tokens > 0
+
+    @cached_property
+    def num_shared_tokens(self) -> int:
+        """Tokens of the documents that are on more than one ring rank."""
+        return int(np.asarray(self.layout.doc_lengths)[self._ranks_of_document > 1].sum())
+
+    def gathered(self, ring_rank: int) -> GatheredKeys:
+        """The tiles of `ring_rank` on the shared rows of all shards.
+
+        Keys are in the order of the row, so that a run of queries needs one tile; in the `striped` layout, whose
+        queries are not neighbours, they stay in the order of the shards.
         """
-        tiles = self.tiles(q_ring_rank, k_ring_rank)
-        if bands:
-            return tiles
-        key = (q_ring_rank, k_ring_rank)
-        if key not in self._squares:
-            self._squares[key] = [square for tile in tiles for square in _full_and_causal_squares(tile)]
-        return self._squares[key]
+        shared = [self.shared_rows(rank) for rank in range(self.layout.ring_degree)]
+        most = max(len(rows) for rows in shared)
+        places = np.concatenate([rank * most + np.arange(len(rows)) for rank, rows in enumerate(shared)])
+        own = self._table(ring_rank, ring_rank)
+        doc, _, length, _ = queries = self._run(ring_rank)
+        is_shared = self._ranks_of_document[np.repeat(doc, length)[own.q_start]] > 1
+        own_tiles = own.select(~is_shared).to_tiles()
+        if self.layout.layout == "striped":
+            begins = np.cumsum([0, *map(len, shared)])
+            by_shard = [
+                renumber_keys(self.tiles(ring_rank, k), rows) for k, rows in enumerate(shared) if k != ring_rank
+            ]
+            by_shard.insert(ring_rank, renumber_keys(own.select(is_shared).to_tiles(), shared[ring_rank]))
+            tiles = [t._replace(k_start=t.k_start + int(begins[k])) for k, ts in enumerate(by_shard) for t in ts]
+            return GatheredKeys(places, most, own_tiles, tiles)
+        docs = np.flatnonzero(self._ranks_of_document > 1)
+        keys = Segments(docs, np.zeros_like(docs), np.asarray(self.layout.doc_lengths, dtype=np.int64)[docs], 1)
+        tokens = ranges(self.layout.doc_starts[docs], keys.length)
+        shard_of_place = np.concatenate(
+            [rank * self.layout.ring_shard_length + rows for rank, rows in enumerate(shared)]
+        )
+        order = places[np.searchsorted(shard_of_place, self.layout.slots[tokens])]
+        tiles = run_tiles(queries, keys, causal=self.causal, window=self.window).to_tiles()
+        return GatheredKeys(order, most, own_tiles, tiles)
 
-    def _own_tiles(self, ring_rank: int) -> Iterator[Tile]:
-        """One tile per document of the own shard: its slots are in rising order, so one band covers all its runs."""
-        segments = self.layout.segments(ring_rank)
-        first_of_doc = np.unique(segments.doc, return_index=True)[1]
-        if len(first_of_doc) == 0:
-            return
-        lengths = np.add.reduceat(segments.length, first_of_doc)
-        right = 0 if self.causal else None
-        for slot, length in zip((np.cumsum(lengths) - lengths).tolist(), lengths.tolist(), strict=True):
-            yield Tile(slot, length, slot, length, None, right)
+    @cached_property
+    def _ranks_of_document(self) -> np.ndarray:
+        """int64 [num_docs]: number of ring ranks that hold tokens of the document."""
+        docs = [np.unique(self._run(rank).doc) for rank in range(self.layout.ring_degree)]
+        return np.bincount(np.concatenate(docs), minlength=len(self.layout.doc_lengths))
 
-    def _run_tiles(self, q_ring_rank: int, k_ring_rank: int) -> Iterator[Tile]:
-        """One tile for every pair of runs of the same document that see each other."""
-        queries, keys = self.layout.segments(q_ring_rank), self.layout.segments(k_ring_rank)
-        q_runs, k_runs = _runs(queries), _runs(keys)
-        first, last = np.searchsorted(keys.doc, queries.doc, "left"), np.searchsorted(keys.doc, queries.doc, "right")
-        for q_run, begin, end in zip(q_runs, first.tolist(), last.tolist(), strict=True):
-            for k_run in k_runs[begin:end]:
-                tile = _band_tile(q_run, k_run, queries.step, self.causal, self.window)
-                if tile is not None:
-                    yield tile
+    def _run(self, ring_rank: int) -> Segments:
+        if ring_rank not in self._segments:
+            self._segments[ring_rank] = self.layout.segments(ring_rank)
+        return self._segments[ring_rank]
 
-
-class _Run(NamedTuple):
-    """Tokens at positions `position, position + step, ...` in slots `slot, slot + 1, ...`"""
-
-    slot: int
-    position: int
-    length: int
-
-
-def _band_tile(queries: _Run, keys: _Run, step: int, causal: bool, window: int | None) -> Tile | None:
-    """The tile of two runs, trimmed to the queries that see a key and the keys that are seen.
-
-    With positions p + i*step and c + j*step: causal j <= i + high, high = floor((p - c) / step); window: the distance
-    p + i*step - c - j*step is below `window`, so j >= i + low, low = floor((p - c - window) / step) + 1.
-    """
-    distance = queries.position - keys.position
-    high = distance // step if causal else None
-    low = (distance - window) // step + 1 if window is not None else None
-    if low is not None and low > high:  # a window narrower than the stride steps over these keys
-        return None
-    # queries i with some key in i + low .. i + high, then keys with some such query
-    q_begin = 0 if high is None else max(0, -high)
-    q_end = queries.length if low is None else min(queries.length, keys.length - low)
-    k_begin = 0 if low is None else max(0, q_begin + low)
-    k_end = keys.length if high is None else min(keys.length, q_end + high)
-    if q_begin >= q_end or k_begin >= k_end:
-        return None
-    q_len, k_len = q_end - q_begin, k_end - k_begin
-    # bottom-right alignment: j - i is counted from (k_len - q_len) of the trimmed rectangle
-    shift = q_begin - k_begin - (k_len - q_len)
-    right = None if high is None or high >= (k_end - 1) - q_begin else high + shift
-    left = None if low is None or low <= k_begin - (q_end - 1) else -(low + shift)
-    return Tile(queries.slot + q_begin, q_len, keys.slot + k_begin, k_len, left, right)
+    def _table(self, q_ring_rank: int, k_ring_rank: int) -> TileTable:
+        if q_ring_rank == k_ring_rank and self.window is None:
+            return _own_tiles(self._run(q_ring_rank), self.causal)
+        queries, keys = self._run(q_ring_rank), self._run(k_ring_rank)
+        return fuse(run_tiles(queries, keys, causal=self.causal, window=self.window))
 
 
-def _runs(segments: Segments) -> list[_Run]:
-    slots = np.cumsum(segments.length) - segments.length
-    columns = (slots.tolist(), segments.start.tolist(), segments.length.tolist())
-    return [_Run(*run) for run in zip(*columns, strict=True)]
+def _own_tiles(segments: Segments, causal: bool) -> TileTable:
+    """One tile per document of the own shard: its slots are in rising order, so one band covers all its runs."""
+    first = np.unique(segments.doc, return_index=True)[1]
+    lengths = np.add.reduceat(segments.length, first) if len(first) else segments.length
+    slots = np.cumsum(lengths) - lengths
+    unbounded = np.full_like(lengths, UNBOUNDED)
+    return TileTable(slots, lengths, slots, lengths, unbounded, np.zeros_like(lengths) if causal else unbounded)
 
 
-def _full_and_causal_squares(tile: Tile) -> Iterator[Tile]:
-    """Cuts a causal tile into full rectangles and one causal square.
-
-    The last `right` queries see every key. Of the others, m = q_len - right, the first sees k_len - m + 1 keys: all of
-    them see the first k_len - m keys, and the rest is a causal square of m.
-    """
-    if tile.left is not None:
-        raise NotImplementedError(f"{tile}: a window's left edge needs a kernel with bands.")
-    if tile.is_full:
-        yield tile
-        return
-    m, shared = tile.q_len - tile.right, tile.k_len - tile.q_len + tile.right
-    if shared:
-        yield tile._replace(q_len=m, k_len=shared, right=None)
-    yield Tile(tile.q_start, m, tile.k_start + shared, m, None, 0)
-    if tile.right:
-        yield Tile(tile.q_start + m, tile.right, tile.k_start, tile.k_len, None, None)
-
-
-def _fuse(tiles: Iterable[Tile]) -> Iterator[Tile]:
-    """Joins neighbouring full tiles into larger rectangles: first along the keys, then along the queries."""
-    return _fuse_axis(_fuse_axis(tiles, "k"), "q")
-
-
-def _fuse_axis(tiles: Iterable[Tile], axis: str) -> Iterator[Tile]:
-    previous: Tile | None = None
-    for tile in tiles:
-        joined = _join(previous, tile, axis) if previous is not None else None
-        if joined is None and previous is not None:
-            yield previous
-        previous = joined or tile
-    if previous is not None:
-        yield previous
-
-
-def _join(a: Tile, b: Tile, axis: str) -> Tile | None:
-    """Both as one full tile, if they lie side by side along `axis`."""
-    if not (a.is_full and b.is_full):
-        return None
-    if axis == "k" and a[:2] == b[:2] and a.k_start + a.k_len == b.k_start:
-        return a._replace(k_len=a.k_len + b.k_len)
-    if axis == "q" and a[2:4] == b[2:4] and a.q_start + a.q_len == b.q_start:
-        return a._replace(q_len=a.q_len + b.q_len)
-    return None
+def renumber_keys(tiles: list[Tile], rows: np.ndarray) -> list[Tile]:
+    """The tiles on a buffer that holds only the key slots `rows` (rising; all that the tiles need), in that order."""
+    starts = np.searchsorted(rows, [tile.k_start for tile in tiles]).tolist()
+    return [tile._replace(k_start=start) for tile, start in zip(tiles, starts, strict=True)]
 
 
 def attention_plan(layout: SequenceLayout, *, causal: bool = True, window: int | None = None) -> AttentionPlan:

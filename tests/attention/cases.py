@@ -29,6 +29,9 @@ class Case(NamedTuple):
     causal: bool = True
     window: int | None = None
     scale: float | None = None
+    ring_comm: str = "p2p"
+    head_chunks: int = 1
+    grad_comm_dtype: str = "fp32"
 
     @property
     def config(self) -> ContextParallelConfig:
@@ -37,6 +40,9 @@ class Case(NamedTuple):
             ulysses_degree=self.ulysses_degree,
             layout=self.layout,
             kernel=self.kernel,
+            ring_comm=self.ring_comm,
+            head_chunks=self.head_chunks,
+            grad_comm_dtype=self.grad_comm_dtype,
             force=True,
         )
 

@@ -18,28 +18,34 @@ pytestmark = pytest.mark.distributed
 
 ROWS = ((16,), (7,), (1,), (10,), (3, 5), (1, 2, 13), (1,) * 8, (2, 2), (5, 1, 7, 30, 2), (64, 9))
 HEADS = ((4, 2), (4, 4), (4, 1), (8, 2))
+LAYOUTS = ("document", "zigzag", "contiguous", "striped")
+RING_COMMS = ("p2p", "allgather", "exchange")
 DEGREES = {1: ((1, 1),), 2: ((2, 1), (1, 2)), 3: ((3, 1),), 4: ((4, 1), (2, 2), (1, 4))}
 
 
 def all_cases(world_size: int) -> list[Case]:
-    """Every layout and kernel with every row; heads take turns."""
-    combinations = itertools.product(DEGREES[world_size], ("zigzag", "contiguous", "striped"), ("sdpa", "eager"), ROWS)
+    """Every layout, engine and kernel with every row; heads take turns."""
+    combinations = itertools.product(DEGREES[world_size], LAYOUTS, RING_COMMS, ("sdpa", "eager"), ROWS)
     heads = itertools.cycle(HEADS)
     cases = [
-        Case(row, *next(heads), ring_degree=ring, ulysses_degree=ulysses, layout=layout, kernel=kernel)
-        for (ring, ulysses), layout, kernel, row in combinations
+        Case(row, *next(heads), 8, ring, ulysses, layout, kernel, ring_comm=ring_comm)
+        for (ring, ulysses), layout, ring_comm, kernel, row in combinations
     ]
     return cases + [
-        Case((9, 1, 33), ring_degree=ring, ulysses_degree=ulysses, layout=layout, **special)
+        Case((9, 1, 33), 8, 4, 8, ring, ulysses, layout, kernel, **{"ring_comm": ring_comm, **special})
         for ring, ulysses in DEGREES[world_size]
-        for layout in ("zigzag", "contiguous", "striped")
+        for layout in LAYOUTS
+        for ring_comm in RING_COMMS
+        for kernel in ("sdpa", "eager")
         for special in (
             {"causal": False},
-            {"causal": False, "kernel": "eager"},
-            {"window": 5, "kernel": "eager"},
-            {"window": 1, "kernel": "eager"},
+            {"window": 1},
+            {"window": 5},
+            {"window": 20},
             {"window": 33},
             {"scale": 0.3},
+            {"head_chunks": 2 if ulysses < 4 else 1},
+            {"ring_comm": "auto"},
         )
     ]
 
@@ -149,7 +155,7 @@ def changed_positions(case: Case) -> list[int]:
     return (before.out != after.out).flatten(1).any(1).nonzero().flatten().tolist()
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("ring_degree", "ulysses_degree"), [(2, 1), (1, 2)])
 def test_nothing_leaks_into_another_document(world2, layout, ring_degree, ulysses_degree):
     case = Case((8, 8), ring_degree=ring_degree, ulysses_degree=ulysses_degree, layout=layout)

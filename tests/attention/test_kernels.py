@@ -1,63 +1,156 @@
-"""Every kernel, tile by tile, against dense attention; and the signatures that only run on a GPU."""
+"""Every kernel, call by call, against dense attention; GPU kernels with stand-ins for the operators they call."""
 
 from __future__ import annotations
+
+import inspect
+import sys
+from types import ModuleType
 
 import pytest
 import torch
 
-from hf_cp.attention.kernels import EagerKernel, SdpaKernel, choose_kernel
-from hf_cp.sequence.plan import Tile
+from hf_cp.attention import usp
+from hf_cp.attention.kernels import (
+    AtenFlashKernel,
+    CpuFlashKernel,
+    EagerKernel,
+    FlashAttnKernel,
+    choose_kernel,
+    plan_calls,
+)
+from hf_cp.sequence.tiles import Tile
+from tests.attention import flash_stand_in
+from tests.attention.cases import Case, errors
 from tests.attention.reference import random_row
 from tests.sequence.test_plan import band
 
-TILES = [
-    Tile(0, 6, 0, 6, None, 0),
-    Tile(0, 6, 0, 9, None, None),
-    Tile(0, 9, 0, 4, None, None),
-    Tile(0, 1, 0, 1, None, 0),
-]
-BANDS = [Tile(0, 4, 0, 9, None, 0), Tile(0, 6, 0, 6, 2, 0), Tile(0, 6, 0, 8, 1, 1), Tile(0, 3, 0, 6, 2, None)]
+CPU = torch.device("cpu")
+SQUARES = [
+    Tile(0, 6, 0, 6, None, 0), Tile(0, 6, 0, 9, None, None), Tile(0, 9, 0, 4, None, None), Tile(0, 1, 0, 1, None, 0),
+    Tile(0, 5, 0, 5, 0, None),
+]  # fmt: skip
+BANDS = [
+    Tile(0, 4, 0, 9, None, 0), Tile(0, 6, 0, 6, 2, 0), Tile(0, 6, 0, 8, 1, 1), Tile(0, 3, 0, 6, 2, None),
+    Tile(0, 7, 0, 7, None, 3),
+]  # fmt: skip
 
 
-def dense(q, k, v, tile):
+@pytest.fixture
+def stand_ins(monkeypatch):
+    """A `flash_attn` package of the right signatures, and the two GPU kernels on the CPU."""
+    package, interface = ModuleType("flash_attn"), ModuleType("flash_attn.flash_attn_interface")
+    interface._flash_attn_varlen_forward = flash_stand_in.flash_attn_varlen_forward
+    interface._flash_attn_varlen_backward = flash_stand_in.flash_attn_varlen_backward
+    package.flash_attn_interface = interface
+    package.__spec__ = sys.__spec__
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", interface)
+    aten = AtenFlashKernel()
+    aten._forward, aten._backward = flash_stand_in.aten_flash_forward, flash_stand_in.aten_flash_backward
+    return {"flash_attn": FlashAttnKernel(), "aten": aten}
+
+
+def dense(q, k, v, tiles):
+    """(out, lse) of tiles that share neither queries nor keys."""
+    visible = torch.zeros(len(q), len(k), dtype=torch.bool)
+    for tile in tiles:
+        visible[tile.q_slots, tile.k_slots] |= band(tile)
     repeat = q.shape[1] // k.shape[1]
     scores = torch.einsum("ihd,jhd->hij", q, k.repeat_interleave(repeat, 1)) * 0.3
-    scores = scores.masked_fill(~band(tile), -torch.inf)
+    scores = scores.masked_fill(~visible, -torch.inf)
     return torch.einsum("hij,jhd->ihd", scores.softmax(-1), v.repeat_interleave(repeat, 1)), scores.logsumexp(-1).T
 
 
-@pytest.mark.parametrize(
-    ("kernel", "tile"),
-    [(SdpaKernel(), tile) for tile in TILES] + [(EagerKernel(), tile) for tile in TILES + BANDS],
-    ids=lambda x: x.name if hasattr(x, "name") else str(tuple(x)),
-)
-@pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
-def test_one_tile(kernel, tile, num_kv_heads):
-    longest = max(tile.q_len, tile.k_len)
-    q, k, v, grad_out = random_row(longest, 4, num_kv_heads, 8)
-    q, grad_out = q[: tile.q_len].requires_grad_(), grad_out[: tile.q_len]
-    k, v = (x[: tile.k_len].requires_grad_() for x in (k, v))
-    expected_out, expected_lse = dense(q, k, v, tile)
+def check_calls(kernel, tiles, num_kv_heads: int, num_calls: int | None = None) -> None:
+    """Forward and backward of the calls that `tiles` need, against dense attention; they must cover all queries."""
+    num_queries, num_keys = max(t.q_slots.stop for t in tiles), max(t.k_slots.stop for t in tiles)
+    q, k, v, grad_out = random_row(max(num_queries, num_keys), 4, num_kv_heads, 8)
+    q, grad_out = q[:num_queries].requires_grad_(), grad_out[:num_queries]
+    k, v = (x[:num_keys].requires_grad_() for x in (k, v))
+    expected_out, expected_lse = dense(q, k, v, tiles)
     expected_out.backward(grad_out)
+    out, lse = torch.zeros_like(q), torch.zeros(q.shape[:2], dtype=q.dtype)
+    grads = [torch.zeros_like(x) for x in (q, k, v)]
+    groups = plan_calls(tiles, kernel, CPU)
+    assert num_calls is None or len(groups) == num_calls
     with torch.no_grad():
-        out, lse = kernel.forward(q, k, v, tile=tile, scale=0.3)
-        grads = kernel.backward(grad_out, q, k, v, out, lse, tile=tile, scale=0.3)
-    assert out.shape == q.shape and lse.shape == q.shape[:2]
+        for group in groups:
+            rows = (q[group.q_rows], k[group.k_rows], v[group.k_rows])
+            out[group.q_rows], lse[group.q_rows] = kernel.forward(*rows, group=group, scale=0.3)
+        for group in groups:
+            rows = (grad_out[group.q_rows], q[group.q_rows], k[group.k_rows], v[group.k_rows])
+            parts = kernel.backward(*rows, out[group.q_rows], lse[group.q_rows], group=group, scale=0.3)
+            for grad, slots, part in zip(grads, (group.q_rows, group.k_rows, group.k_rows), parts, strict=True):
+                grad[slots] += part
     assert torch.allclose(out, expected_out, atol=1e-12) and torch.allclose(lse, expected_lse, atol=1e-12)
     for grad, leaf in zip(grads, (q, k, v), strict=True):
         assert torch.allclose(grad, leaf.grad, atol=1e-12)
 
 
-@pytest.mark.parametrize("kernel", [SdpaKernel(), EagerKernel()], ids=lambda k: k.name)
+@pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("tile", SQUARES, ids=str)
+def test_cpu_flash(tile, num_kv_heads):
+    check_calls(CpuFlashKernel(), [tile], num_kv_heads, num_calls=1)
+
+
+@pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("tile", SQUARES + BANDS, ids=str)
+def test_eager(tile, num_kv_heads):
+    check_calls(EagerKernel(), [tile], num_kv_heads, num_calls=1)
+
+
+@pytest.mark.parametrize("name", ["flash_attn", "aten"])
+@pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("tile", SQUARES + BANDS, ids=str)
+def test_flash_with_stand_ins(stand_ins, name, tile, num_kv_heads):
+    check_calls(stand_ins[name], [tile], num_kv_heads, num_calls=1)
+
+
+DOCUMENTS = [Tile(0, 4, 0, 4, None, 0), Tile(4, 3, 4, 3, None, 0), Tile(7, 5, 7, 5, None, 0)]
+APART = [Tile(0, 4, 2, 4, None, 0), Tile(4, 3, 8, 5, None, 0), Tile(7, 2, 6, 2, None, 0)]
+MIXED = [Tile(0, 4, 0, 4, None, 0), Tile(4, 3, 4, 5, None, None), Tile(7, 5, 9, 5, None, 0)]
+
+
+@pytest.mark.parametrize("name", ["flash_attn", "aten"])
+@pytest.mark.parametrize(("tiles", "num_calls"), [(DOCUMENTS, 1), (APART, 2), (MIXED, 2)])
+def test_many_tiles_in_one_call(stand_ins, name, tiles, num_calls):
+    check_calls(stand_ins[name], tiles, 2, num_calls)
+
+
+def test_neighbouring_rows_are_not_copied(stand_ins):
+    (group,) = plan_calls(DOCUMENTS, stand_ins["aten"], CPU)
+    assert group.q_rows == group.k_rows == slice(0, 12)
+    assert group.varlen.cu_seqlens_q.tolist() == [0, 4, 7, 12] and group.varlen.max_seqlen_q == 5
+
+
+@pytest.mark.parametrize("name", ["flash_attn", "aten"])
+@pytest.mark.parametrize("window", [None, 3, 9])
+@pytest.mark.parametrize("ring_comm", ["p2p", "allgather", "exchange"])
+def test_whole_rows_through_the_flash_kernels(stand_ins, monkeypatch, name, window, ring_comm):
+    monkeypatch.setattr(usp, "choose_kernel", lambda *args: stand_ins[name])
+    (result,) = errors([Case((5, 1, 7, 30, 2), window=window, ring_comm=ring_comm)])
+    assert max(result.values()) < 1e-10
+
+
+def test_rows_that_see_nothing_get_minus_infinity(stand_ins):
+    """flash-attn writes +inf; no plan makes such rows, but a merge must never see them."""
+    q, k, v, _ = random_row(4, 2, 2, 8)
+    (group,) = plan_calls([Tile(0, 4, 0, 2, None, 0)], stand_ins["aten"], CPU)
+    out, lse = stand_ins["aten"].forward(q, k[:2], v[:2], group=group, scale=1.0)
+    assert (lse[:2] == -torch.inf).all() and lse[2:].isfinite().all() and not out[:2].any()
+
+
+@pytest.mark.parametrize("kernel", [CpuFlashKernel(), EagerKernel()], ids=lambda k: k.name)
 def test_backward_of_one_block_with_the_lse_of_all(kernel):
     """The engines call backward per block with the row's final out and lse: the parts must add up."""
     q, k, v, grad_out = random_row(10, 2, 2, 8)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    out, lse = dense(*leaves, Tile(0, 10, 0, 10, None, None))
+    out, lse = dense(*leaves, [Tile(0, 10, 0, 10, None, None)])
     out.backward(grad_out)
+    (group,) = plan_calls([Tile(0, 10, 0, 5, None, None)], kernel, CPU)
     with torch.no_grad():
         halves = [
-            kernel.backward(grad_out, q, k[keys], v[keys], out, lse, tile=Tile(0, 10, 0, 5, None, None), scale=0.3)
+            kernel.backward(grad_out, q, k[keys], v[keys], out, lse, group=group, scale=0.3)
             for keys in (slice(0, 5), slice(5, 10))
         ]
     assert torch.allclose(halves[0][0] + halves[1][0], q.grad, atol=1e-12)
@@ -65,21 +158,30 @@ def test_backward_of_one_block_with_the_lse_of_all(kernel):
     assert torch.allclose(torch.cat([halves[0][2], halves[1][2]]), v.grad, atol=1e-12)
 
 
-def test_the_cuda_operators_take_what_the_kernel_gives():
-    """Runs nowhere without a GPU; the operators' schemas are the contract."""
-    forward = torch.ops.aten._scaled_dot_product_flash_attention.default._schema
-    assert [a.name for a in forward.arguments[:5]] == ["query", "key", "value", "dropout_p", "is_causal"]
-    assert [r.name for r in forward.returns[:2]] == ["output", "logsumexp"]
-    backward = torch.ops.aten._scaled_dot_product_flash_attention_backward.default._schema
-    names = "grad_out query key value out logsumexp cum_seq_q cum_seq_k max_q max_k dropout_p is_causal"
-    assert [a.name for a in backward.arguments] == [*names.split(), "philox_seed", "philox_offset", "scale"]
+@pytest.mark.parametrize(
+    ("operator", "stand_in"),
+    [
+        (torch.ops.aten._flash_attention_forward, flash_stand_in.aten_flash_forward),
+        (torch.ops.aten._flash_attention_backward, flash_stand_in.aten_flash_backward),
+    ],
+)
+def test_the_aten_stand_ins_have_the_operators_signatures(operator, stand_in):
+    expected = [argument.name for argument in operator.default._schema.arguments]
+    assert list(inspect.signature(stand_in).parameters) == expected
 
 
-def test_what_a_kernel_cannot_do_is_refused():
+def test_what_a_kernel_cannot_do_is_refused(stand_ins):
     q = torch.zeros(2, 4, 8)
     with pytest.raises(ValueError, match="one head size, got 8 for queries and 4 for values"):
         choose_kernel("auto", q, torch.zeros(2, 4, 4))
     with pytest.raises(ValueError, match="cpu and cuda, got meta"):
         choose_kernel("sdpa", q.to("meta"), q.to("meta"))
+    with pytest.raises(ValueError, match="'flash_attn' runs fp16 and bf16 on CUDA, got torch.float32 on cpu"):
+        choose_kernel("flash_attn", q, q)
     assert choose_kernel("auto", q, q).name == "sdpa"
     assert choose_kernel("eager", q, torch.zeros(2, 4, 4)).name == "eager"
+
+
+def test_flash_attn_that_is_not_installed_is_refused():
+    with pytest.raises(ValueError, match="not installed: pip install 'hf-cp\\[flash\\]'"):
+        choose_kernel("flash_attn", torch.zeros(2, 4, 8), torch.zeros(2, 4, 8))

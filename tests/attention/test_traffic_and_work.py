@@ -5,70 +5,114 @@ from __future__ import annotations
 
 from collections import Counter
 from math import lcm
+from typing import NamedTuple
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from hf_cp.attention import ring as ring_engine
-from hf_cp.attention.kernels import EagerKernel, SdpaKernel
+from hf_cp.attention.kernels import CpuFlashKernel, EagerKernel
 from hf_cp.attention.usp import context_parallel_attention
+from hf_cp.parallel.collectives import BlockTransfer, Transfer
 from hf_cp.parallel.mesh import ContextParallelMesh
 from hf_cp.sequence.layout import SequenceLayout
 from hf_cp.sequence.plan import AttentionPlan
 from tests.attention.cases import Case, run_attention
-from tests.attention.reference import random_row
+from tests.attention.reference import random_row, visible
+from tests.sequence.test_plan import band
 
 pytestmark = pytest.mark.distributed
 
 
-def sent_bytes(case: Case, dtype: torch.dtype) -> dict[str, int]:
-    """Bytes that leave this rank in one forward and backward pass, counted in torch.distributed and by the mesh."""
+class Sent(NamedTuple):
+    """Bytes that leave a rank in one forward and backward pass."""
+
+    ring: int  # seen in torch.distributed
+    ulysses: int
+    counted_ring: int  # by the mesh
+    counted_ulysses: int
+
+
+def sent_bytes(case: Case, dtype: torch.dtype) -> Sent:
     mesh, layout = ContextParallelMesh(case.config), SequenceLayout(case.doc_lengths, case.config)
     row = random_row(layout.num_tokens, case.num_heads, case.num_kv_heads, case.head_dim, dtype)
     q, k, v, grad_out = (layout.shard(x, mesh.cp_rank) for x in row)
     seen: Counter[str] = Counter()
     batch_isend_irecv, all_to_all_single = dist.batch_isend_irecv, dist.all_to_all_single
+    all_gather_single = dist.all_gather_single
 
     def count_sends(ops):
-        seen["ring"] += sum(op.tensor.numel() * op.tensor.element_size() for op in ops if op.op is dist.isend)
+        seen["ring"] += sum(op.tensor.nbytes for op in ops if op.op is dist.isend)
         return batch_isend_irecv(ops)
 
-    def count_all_to_all(output, input, *args, **kwargs):
-        blocks = dist.get_world_size(kwargs["group"])
-        seen["ulysses"] += input.numel() * input.element_size() * (blocks - 1) // blocks
-        return all_to_all_single(output, input, *args, **kwargs)
+    def count_all_to_all(output, input, output_split_sizes=None, input_split_sizes=None, *, group, **kwargs):
+        own, size = dist.get_rank(group), dist.get_world_size(group)
+        splits = input_split_sizes or [len(input) // size] * size
+        axis = "ulysses" if input_split_sizes is None else "ring"
+        seen[axis] += sum(part.nbytes for rank, part in enumerate(input.split(splits)) if rank != own)
+        return all_to_all_single(output, input, output_split_sizes, input_split_sizes, group=group, **kwargs)
+
+    def count_all_gather(output, input, *, group, **kwargs):
+        seen["ring"] += input.nbytes * (dist.get_world_size(group) - 1)
+        return all_gather_single(output, input, group=group, **kwargs)
 
     with (
         patch.object(dist, "batch_isend_irecv", count_sends),
         patch.object(dist, "all_to_all_single", count_all_to_all),
+        patch.object(dist, "all_gather_single", count_all_gather),
     ):
         leaves = [x.requires_grad_() for x in (q, k, v)]
-        context_parallel_attention(*leaves, mesh=mesh, layout=layout).backward(grad_out)
-    return {
-        "ring": seen["ring"],
-        "ulysses": seen["ulysses"],
-        "counted_ring": mesh.traffic.ring_bytes,
-        "counted_ulysses": mesh.traffic.ulysses_bytes,
-        "slots": layout.ring_shard_length,
-    }
+        context_parallel_attention(*leaves, mesh=mesh, layout=layout, window=case.window).backward(grad_out)
+    return Sent(seen["ring"], seen["ulysses"], mesh.traffic.ring_bytes, mesh.traffic.ulysses_bytes)
+
+
+def ring_rows(case: Case, rank: int) -> tuple[int, int]:
+    """Rows of K/V, and rows of dK/dV, that ring rank `rank` sends; K/V travel twice (forward and backward)."""
+    plan = AttentionPlan(SequenceLayout(case.doc_lengths, case.config), window=case.window)
+    size = case.ring_degree
+    shared = [len(plan.shared_rows(r)) for r in range(size)]
+    others = [r for r in range(size) if r != rank]
+    if not plan.needs_traffic:
+        return 0, 0
+    if case.ring_comm == "p2p":  # it passes on every shard but the next rank's; sums start one rank later
+        return sum(shared) - shared[(rank + 1) % size], sum(shared) - shared[rank]
+    if case.ring_comm == "allgather":
+        return max(shared) * (size - 1), max(shared) * (size - 1)
+    return sum(len(plan.kv_rows(rank, r)) for r in others), sum(len(plan.kv_rows(r, rank)) for r in others)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("ring", "ulysses"), [(4, 1), (2, 2), (1, 4)])
-def test_bytes_equal_the_formulas(world4, ring, ulysses, dtype):
-    case = Case((40, 23), 8, 2, 8, ring_degree=ring, ulysses_degree=ulysses)
+@pytest.mark.parametrize("ring_comm", ["p2p", "allgather", "exchange"])
+@pytest.mark.parametrize(
+    ("ring", "ulysses", "chunks", "layout", "window"),
+    [(4, 1, 1, "zigzag", None), (4, 1, 2, "document", None), (2, 2, 1, "document", None), (2, 2, 1, "contiguous", 5)]
+    + [(1, 4, 1, "document", None), (2, 2, 1, "document", 64)],
+)
+@pytest.mark.parametrize("grad_comm_dtype", ["fp32", "compute"])
+def test_bytes_equal_the_formulas(world4, ring, ulysses, chunks, layout, window, ring_comm, dtype, grad_comm_dtype):
+    kernel = "eager" if dtype == torch.bfloat16 and window == 5 else "sdpa"
+    case = Case(
+        (40, 23, 7, 6), 8, 2, 8, ring, ulysses, layout, kernel, window=window,
+        ring_comm=ring_comm, head_chunks=chunks, grad_comm_dtype=grad_comm_dtype,
+    )  # fmt: skip
+    slots = SequenceLayout(case.doc_lengths, case.config).ring_shard_length
     kv_heads, size = lcm(2, ulysses), dtype.itemsize
-    for sent in world4.run(sent_bytes, case, dtype):
-        slots = sent["slots"]
-        kv = 2 * slots * kv_heads // ulysses * 8  # elements of one hop
-        # forward R - 1 hops of K/V; backward R - 1 hops of K/V and R - 1 hops of fp32 dK/dV
-        assert sent["ring"] == (ring - 1) * kv * (size + size + 4)
+    grad_size = 4 if grad_comm_dtype == "fp32" else size
+    for rank, sent in enumerate(world4.run(sent_bytes, case, dtype)):
+        kv_rows, grad_rows = ring_rows(case, rank // ulysses)
+        row = 2 * kv_heads // ulysses * 8  # elements of K and V in one slot
+        assert sent.ring == row * (2 * kv_rows * size + grad_rows * grad_size)
         # q, k, v there and out back; the gradients the other way: all in the compute dtype
         heads = 2 * 8 + 2 * kv_heads
-        assert sent["ulysses"] == 2 * (slots // ulysses) * heads * 8 * size * (ulysses - 1) // ulysses
-        assert (sent["counted_ring"], sent["counted_ulysses"]) == (sent["ring"], sent["ulysses"])
+        assert sent.ulysses == 2 * (slots // ulysses) * heads * 8 * size * (ulysses - 1) // ulysses
+        assert (sent.counted_ring, sent.counted_ulysses) == (sent.ring, sent.ulysses)
+
+
+@pytest.mark.parametrize("ring_comm", ["p2p", "allgather", "exchange"])
+def test_whole_documents_send_nothing(world2, ring_comm):
+    case = Case((20, 20), ring_degree=2, layout="document", ring_comm=ring_comm)
+    assert [sent.ring for sent in world2.run(sent_bytes, case, torch.float32)] == [0, 0]
 
 
 def collectives_of_one_process() -> int:
@@ -92,37 +136,33 @@ def test_rings_and_groups_of_one_send_nothing(world2):
 def computed_area(case: Case) -> tuple[int, int, int]:
     """(forward, backward) visible scores that reach the kernel, and the plan's area."""
     mesh, layout = ContextParallelMesh(case.config), SequenceLayout(case.doc_lengths, case.config)
-    kernel = {"sdpa": SdpaKernel, "eager": EagerKernel}[case.kernel]
+    kernel = {"sdpa": CpuFlashKernel, "eager": EagerKernel}[case.kernel]
     area = Counter()
     forward, backward = kernel.forward, kernel.backward
 
-    def visible_scores(q, k, tile):
-        rows, columns = torch.arange(q.shape[0])[:, None], torch.arange(k.shape[0])
-        offset = columns - rows - (k.shape[0] - q.shape[0])
-        assert tile.left is None
-        return offset.numel() if tile.right is None else int((offset <= tile.right).sum())
+    def count_forward(self, q, k, v, *, group, scale):
+        assert (len(q), len(k)) == (group.tile.q_len, group.tile.k_len)
+        area["forward"] += int(band(group.tile).sum())
+        return forward(self, q, k, v, group=group, scale=scale)
 
-    def count_forward(self, q, k, v, *, tile, scale):
-        area["forward"] += visible_scores(q, k, tile)
-        return forward(self, q, k, v, tile=tile, scale=scale)
-
-    def count_backward(self, grad_out, q, k, v, out, lse, *, tile, scale):
-        area["backward"] += visible_scores(q, k, tile)
-        return backward(self, grad_out, q, k, v, out, lse, tile=tile, scale=scale)
+    def count_backward(self, grad_out, q, k, v, out, lse, *, group, scale):
+        area["backward"] += int(band(group.tile).sum())
+        return backward(self, grad_out, q, k, v, out, lse, group=group, scale=scale)
 
     with patch.object(kernel, "forward", count_forward), patch.object(kernel, "backward", count_backward):
         run_attention(random_row(layout.num_tokens, 4, 2, 8), layout, mesh, case)
-    return area["forward"], area["backward"], AttentionPlan(layout).area(mesh.ring_rank)
+    return area["forward"], area["backward"], AttentionPlan(layout, window=case.window).area(mesh.ring_rank)
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
+@pytest.mark.parametrize("layout", ["document", "zigzag", "contiguous", "striped"])
+@pytest.mark.parametrize("ring_comm", ["p2p", "allgather", "exchange"])
 @pytest.mark.parametrize("kernel", ["sdpa", "eager"])
-@pytest.mark.parametrize("rows", [(64,), (5, 1, 7, 30, 2)])
-def test_the_kernel_computes_what_the_plan_says(world4, layout, kernel, rows):
-    case = Case(rows, ring_degree=4, layout=layout, kernel=kernel)
+@pytest.mark.parametrize(("rows", "window"), [((64,), None), ((5, 1, 7, 30, 2), None), ((5, 1, 7, 30, 2), 6)])
+def test_the_kernel_computes_what_the_plan_says(world4, layout, ring_comm, kernel, rows, window):
+    case = Case(rows, ring_degree=4, layout=layout, kernel=kernel, ring_comm=ring_comm, window=window)
     results = world4.run(computed_area, case)
     assert all(forward == backward == planned for forward, backward, planned in results)
-    assert sum(planned for *_, planned in results) == sum(n * (n + 1) // 2 for n in rows)
+    assert sum(planned for *_, planned in results) == int(visible(rows, window=window).sum())
 
 
 def test_one_zigzag_document_is_balanced(world4):
@@ -130,26 +170,68 @@ def test_one_zigzag_document_is_balanced(world4):
     assert max(areas) / min(areas) < 1.01
 
 
-def event_order() -> list[str]:
-    """Names of communication and kernel events in the order in which they start."""
-    case = Case((64,), ring_degree=4)
+def event_order(case: Case) -> list[str]:
+    """Starts of communication ("send", "fetch", ...), waits for it and kernel calls, in their order, forward only."""
     mesh, layout = ContextParallelMesh(case.config), SequenceLayout(case.doc_lengths, case.config)
     events: list[str] = []
-    start_hop, forward = ring_engine.start_hop, SdpaKernel.forward
 
-    def note_hop(tensor, mesh, *, tag):
-        events.append("hop")
-        return start_hop(tensor, mesh, tag=tag)
+    def noted(name: str, function):
+        def wrapper(*args, **kwargs):
+            events.append(name)
+            return function(*args, **kwargs)
 
-    def note_kernel(self, *args, **kwargs):
-        events.append("kernel")
-        return forward(self, *args, **kwargs)
+        return wrapper
 
-    q, k, v, _ = (layout.shard(x, mesh.cp_rank) for x in random_row(64, 4, 2, 8))
-    with patch.object(ring_engine, "start_hop", note_hop), patch.object(SdpaKernel, "forward", note_kernel):
+    q, k, v, _ = (layout.shard(x, mesh.cp_rank) for x in random_row(layout.num_tokens, 8, 4, 8))
+    with (
+        patch.object(dist, "batch_isend_irecv", noted("send", dist.batch_isend_irecv)),
+        patch.object(dist, "all_to_all_single", noted("send", dist.all_to_all_single)),
+        patch.object(dist, "all_gather_single", noted("send", dist.all_gather_single)),
+        patch.object(Transfer, "wait", noted("wait", Transfer.wait)),
+        patch.object(BlockTransfer, "finish", noted("wait", BlockTransfer.finish)),
+        patch.object(CpuFlashKernel, "forward", noted("kernel", CpuFlashKernel.forward)),
+    ):
         context_parallel_attention(q, k, v, mesh=mesh, layout=layout)
     return events
 
 
-def test_the_next_keys_travel_while_the_current_ones_are_used(world4):
-    assert world4.run(event_order) == [["hop", "kernel"] * 3 + ["kernel"]] * 4
+@pytest.mark.parametrize(
+    ("ring", "ulysses", "chunks", "ring_comm", "expected"),
+    [
+        (4, 1, 1, "p2p", "send kernel wait send kernel wait send kernel wait kernel"),
+        (4, 1, 1, "exchange", "send kernel wait kernel kernel kernel"),
+        (4, 1, 2, "allgather", "send wait send kernel kernel kernel wait kernel kernel kernel"),
+        (1, 4, 1, "p2p", "send wait kernel send wait"),
+    ],
+)
+def test_what_comes_next_travels_while_the_kernel_runs(world4, ring, ulysses, chunks, ring_comm, expected):
+    case = Case((64,), 8, 4, 8, ring, ulysses, ring_comm=ring_comm, head_chunks=chunks)
+    assert " ".join(world4.run(event_order, case)[0]) == expected
+
+
+def test_the_next_heads_travel_while_the_current_ones_are_used(world2):
+    case = Case((64,), 8, 4, 8, 1, 2, head_chunks=2)
+    expected = (
+        "send send wait kernel send wait kernel send wait wait"  # out of a group starts before the next is waited
+    )
+    assert " ".join(world2.run(event_order, case)[0]) == expected
+
+
+def largest_trade(case: Case) -> int:
+    """Bytes of the largest message of the Ulysses all-to-alls of a forward and backward pass."""
+    mesh, layout = ContextParallelMesh(case.config), SequenceLayout(case.doc_lengths, case.config)
+    sizes: list[int] = []
+    all_to_all_single = dist.all_to_all_single
+
+    def note(output, input, *args, **kwargs):
+        sizes.append(input.nbytes)
+        return all_to_all_single(output, input, *args, **kwargs)
+
+    with patch.object(dist, "all_to_all_single", note):
+        run_attention(random_row(layout.num_tokens, 8, 8, 8), layout, mesh, case)
+    return max(sizes)
+
+
+def test_what_travels_at_once_shrinks_with_the_chunks(world2):
+    sizes = [world2.run(largest_trade, Case((64,), 8, 8, 8, 1, 2, head_chunks=chunks))[0] for chunks in (1, 2, 4)]
+    assert sizes[0] == 2 * sizes[1] == 4 * sizes[2]

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from hf_cp.config import ContextParallelConfig
 
-LAYOUTS = ("zigzag", "contiguous", "striped")
+LAYOUTS = ("document", "zigzag", "contiguous", "striped")
 
 doc_lengths = st.lists(st.one_of(st.integers(1, 3), st.integers(1, 30)), min_size=1, max_size=6)
 configs = st.builds(

@@ -13,12 +13,15 @@ from tests.sequence.strategies import configs, doc_lengths
 
 @pytest.mark.parametrize(("tokens", "ring_degree", "expected"), [(7, 2, 4), (8, 2, 4), (10, 4, 3), (1, 2, 1)])
 def test_local_length_is_that_of_the_fullest_shard(tokens, ring_degree, expected):
-    assert SequenceLayout([tokens], ContextParallelConfig(ring_degree=ring_degree)).local_length == expected
+    assert (
+        SequenceLayout([tokens], ContextParallelConfig(ring_degree=ring_degree, layout="zigzag")).local_length
+        == expected
+    )
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 8, 10, 13])
 def test_ring_shards_divide_by_the_ulysses_degree(tokens):
-    layout = SequenceLayout([tokens], ContextParallelConfig(ring_degree=2, ulysses_degree=2))
+    layout = SequenceLayout([tokens], ContextParallelConfig(ring_degree=2, ulysses_degree=2, layout="zigzag"))
     assert layout.ring_shard_length % 2 == 0
     assert layout.local_length * 2 == layout.ring_shard_length
 
@@ -43,7 +46,7 @@ def test_ulysses_cuts_a_ring_shard_into_consecutive_pieces():
 
 
 def test_every_document_has_its_own_zigzag_and_positions():
-    layout = SequenceLayout([4, 4], ContextParallelConfig(ring_degree=2))
+    layout = SequenceLayout([4, 4], ContextParallelConfig(ring_degree=2, layout="zigzag"))
     assert layout.indices(0).tolist() == [0, 3, 4, 7]
     assert layout.position_ids(0).tolist() == [0, 3, 0, 3]
     assert layout.position_ids(1).tolist() == [1, 2, 1, 2]
@@ -99,7 +102,8 @@ def test_borders_and_digest():
 
 
 @pytest.mark.parametrize(
-    ("lengths", "message"), [([], "at least one document"), ([3, 0], "Document 1 has 0 tokens"), ([-1], "has -1 tokens")]
+    ("lengths", "message"),
+    [([], "at least one document"), ([3, 0], "Document 1 has 0 tokens"), ([-1], "has -1 tokens")],
 )
 def test_rows_without_tokens_are_refused(lengths, message):
     with pytest.raises(ValueError, match=message):
@@ -114,3 +118,18 @@ def test_wrong_sizes_are_refused_with_numbers():
         layout.unshard([torch.zeros(4), torch.zeros(3)])
     with pytest.raises(ValueError, match="cp_rank=2"):
         layout.indices(2)
+
+
+def test_auto_is_the_document_layout():
+    layout = SequenceLayout([5, 5], ContextParallelConfig(ring_degree=2))
+    assert layout.layout == "document"
+    assert [layout.indices(rank).tolist() for rank in range(2)] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+
+
+def test_one_document_is_zigzagged():
+    for length in (1, 7, 64):
+        document, zigzag = (
+            SequenceLayout([length], ContextParallelConfig(ring_degree=4, layout=name))
+            for name in ("document", "zigzag")
+        )
+        assert all(document.indices(rank).equal(zigzag.indices(rank)) for rank in range(4))

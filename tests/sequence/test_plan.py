@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from hf_cp.config import ContextParallelConfig
 from hf_cp.sequence.layout import SequenceLayout
-from hf_cp.sequence.plan import AttentionPlan, Tile, attention_plan
+from hf_cp.sequence.plan import AttentionPlan, attention_plan, renumber_keys
+from hf_cp.sequence.tiles import Tile, cut_for_causal_kernel
 from tests.attention.reference import visible
 from tests.sequence.strategies import configs, doc_lengths
 
@@ -66,17 +67,42 @@ def test_tiles_are_trimmed_and_bounds_are_not_negative(lengths, config, causal, 
                 assert all(bound is None or bound >= 0 for bound in (tile.left, tile.right))
 
 
-@given(doc_lengths, configs, st.booleans())
-def test_lowered_tiles_cover_the_same_scores(lengths, config, causal):
+@given(doc_lengths, configs, st.booleans(), windows)
+def test_tiles_cut_for_a_causal_kernel_cover_the_same_scores(lengths, config, causal, window):
+    window = window if causal else None
     layout = SequenceLayout(lengths, config)
-    plan = AttentionPlan(layout, causal)
+    plan = AttentionPlan(layout, causal, window)
 
-    def lowered(q_rank, k_rank):
-        tiles = plan.lower(q_rank, k_rank, bands=False)
-        assert all(t.is_full or (t.q_len == t.k_len and t.right == 0) for t in tiles)
-        return tiles
+    def squares(q_rank, k_rank):
+        parts = [part for tile in plan.tiles(q_rank, k_rank) for part in cut_for_causal_kernel(tile)]
+        assert all(t.is_full or (t.q_len == t.k_len and (t.left, t.right) in ((None, 0), (0, None))) for t in parts)
+        return parts
 
-    assert covered(layout, lowered).equal(visible(lengths, causal).long())
+    assert covered(layout, squares).equal(visible(lengths, causal, window).long())
+
+
+@given(doc_lengths, configs, st.booleans(), windows)
+def test_gathered_keys_cover_the_same_scores(lengths, config, causal, window):
+    window = window if causal else None
+    layout = SequenceLayout(lengths, config)
+    plan = AttentionPlan(layout, causal, window)
+    shards = [ring_shard(layout, rank) for rank in range(config.ring_degree)]
+    count = torch.zeros(layout.num_tokens, layout.num_tokens, dtype=torch.int64)
+    for rank, queries in enumerate(shards):
+        gathered = plan.gathered(rank)
+        places = torch.full((config.ring_degree * gathered.rows_per_rank,), -1)
+        for other, shard in enumerate(shards):
+            rows = plan.shared_rows(other)
+            places[other * gathered.rows_per_rank :][: len(rows)] = shard[rows]
+        for tiles, keys in ((gathered.own_tiles, queries), (gathered.tiles, places[gathered.order])):
+            for tile in tiles:
+                count[queries[tile.q_slots][:, None], keys[tile.k_slots]] += band(tile)
+    assert count.equal(visible(lengths, causal, window).long())
+
+
+def test_gathered_keys_need_one_tile_per_run_of_queries():
+    plan = AttentionPlan(SequenceLayout([64], ContextParallelConfig(ring_degree=4, layout="zigzag")))
+    assert plan.gathered(1).tiles == [Tile(0, 8, 0, 16, None, 0), Tile(8, 8, 0, 56, None, 0)]
 
 
 @given(doc_lengths, configs)
@@ -88,7 +114,14 @@ def test_kv_rows_are_those_that_the_receiver_sees(lengths, config):
         for receiver in range(config.ring_degree):
             queries, keys = ring_shard(layout, receiver), ring_shard(layout, source)
             needed = [slot for slot, key in enumerate(keys) if key >= 0 and mask[queries[queries >= 0], key].any()]
-            assert plan.kv_rows(source, receiver).tolist() == needed
+            rows = plan.kv_rows(source, receiver)
+            assert rows.tolist() == needed
+            for tile, moved in zip(
+                plan.tiles(receiver, source), renumber_keys(plan.tiles(receiver, source), rows), strict=True
+            ):
+                assert rows[moved.k_slots].tolist() == list(range(tile.k_start, tile.k_start + tile.k_len))
+            if source != receiver:
+                assert set(rows) <= set(plan.shared_rows(source))
 
 
 @pytest.mark.parametrize("ring_degree", [2, 4, 8])
@@ -122,3 +155,17 @@ def test_a_layout_keeps_its_plans():
     layout = SequenceLayout([8], ContextParallelConfig(ring_degree=2))
     assert attention_plan(layout) is attention_plan(layout)
     assert attention_plan(layout) is not attention_plan(layout, causal=False)
+
+
+def test_whole_documents_need_no_traffic():
+    layout = SequenceLayout([5, 5, 5, 5], ContextParallelConfig(ring_degree=2, layout="document"))
+    plan = AttentionPlan(layout)
+    assert not plan.needs_traffic and plan.shared_rows(0).size == plan.kv_rows(0, 1).size == 0
+    assert AttentionPlan(SequenceLayout([5, 5], ContextParallelConfig(ring_degree=2, layout="zigzag"))).needs_traffic
+
+
+def test_lockstep_waits_for_the_largest_step():
+    even = AttentionPlan(SequenceLayout([64], ContextParallelConfig(ring_degree=4, layout="zigzag")))
+    assert even.lockstep_area() - even.area(0) <= 8  # own step: 16 * 17 / 2 everywhere, others 128 everywhere
+    uneven = AttentionPlan(SequenceLayout([64], ContextParallelConfig(ring_degree=4, layout="contiguous")))
+    assert uneven.lockstep_area() == 16 * 17 // 2 + 3 * 16 * 16

@@ -1,24 +1,61 @@
-"""What every local attention kernel offers.
+"""What every local attention kernel offers, and the unit of work that it is given.
 
-Dimensions: N = queries of a tile, M = its keys, H = query heads, G = K/V heads (G divides H; query head h uses K/V
+Dimensions: N = queries of a call, M = its keys, H = query heads, G = K/V heads (G divides H; query head h uses K/V
 head h // (H / G)), D = head size.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import NamedTuple, Protocol
 
 import torch
 
-from hf_cp.sequence.plan import Tile
+from hf_cp.sequence.tiles import Tile, cut_for_causal_kernel
+
+Rows = slice | torch.Tensor
+
+
+class VarlenArguments(NamedTuple):
+    """flash-attn's description of several sequences in one call; borders are int32 [num_tiles + 1], on the device."""
+
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+
+@dataclass(frozen=True)
+class TileGroup:
+    """Tiles that one kernel call computes: they have the same band, and share neither queries nor keys.
+
+    Attributes:
+        tiles (`tuple[Tile, ...]`): a single one, unless the kernel is `varlen`.
+        q_rows, k_rows (`slice` or int64 `torch.Tensor`): the slots of all tiles, one after another.
+        varlen (`VarlenArguments`, *optional*): for `varlen` kernels.
+    """
+
+    tiles: tuple[Tile, ...]
+    q_rows: Rows
+    k_rows: Rows
+    varlen: VarlenArguments | None = None
+
+    @property
+    def tile(self) -> Tile:
+        """The band of all tiles; the tile itself if it is single."""
+        return self.tiles[0]
 
 
 class Kernel(Protocol):
-    """Attention of one tile, with its log-sum-exp, forward and backward."""
+    """Attention of a group of tiles, with its log-sum-exp, forward and backward."""
 
     name: str
     bands: bool
-    """Takes any tile; if False, full tiles and causal squares only (see `AttentionPlan.lower`)."""
+    """Takes any tile; if False, only what `cut_for_causal_kernel` makes of it."""
+    varlen: bool
+    """Takes several tiles in one call."""
 
     def check(self, q: torch.Tensor, v: torch.Tensor) -> None:
         """Raises ValueError if the kernel cannot run on this dtype, device or head size."""
@@ -29,10 +66,10 @@ class Kernel(Protocol):
         k: torch.Tensor,  # [M, G, D]
         v: torch.Tensor,  # [M, G, D]
         *,
-        tile: Tile,
+        group: TileGroup,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out [N, H, D], lse [N, H]) over the keys of the tile alone; lse is fp32 (fp64 for fp64)."""
+        """(out [N, H, D], lse [N, H]) over the keys of the tiles alone; lse is fp32 (fp64 for fp64)."""
 
     def backward(
         self,
@@ -40,10 +77,51 @@ class Kernel(Protocol):
         q: torch.Tensor,  # [N, H, D]
         k: torch.Tensor,  # [M, G, D]
         v: torch.Tensor,  # [M, G, D]
-        out: torch.Tensor,  # [N, H, D], over *all* keys of the row, not only this tile's
+        out: torch.Tensor,  # [N, H, D], over *all* keys of the row, not only these tiles'
         lse: torch.Tensor,  # [N, H], likewise
         *,
-        tile: Tile,
+        group: TileGroup,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The tile's part of (grad_q [N, H, D], grad_k [M, G, D], grad_v [M, G, D])."""
+        """The tiles' part of (grad_q [N, H, D], grad_k [M, G, D], grad_v [M, G, D])."""
+
+
+def plan_calls(tiles: Sequence[Tile], kernel: Kernel, device: torch.device) -> list[TileGroup]:
+    """The kernel calls that compute `tiles`: as few as the kernel allows."""
+    if not kernel.bands:
+        tiles = [part for tile in tiles for part in cut_for_causal_kernel(tile)]
+    if not kernel.varlen:
+        return [TileGroup((tile,), tile.q_slots, tile.k_slots) for tile in tiles]
+    groups: list[list[Tile]] = []
+    for tile in tiles:
+        open_groups = (group for group in groups if _can_follow(group[-1], tile))
+        group = next(open_groups, None)
+        if group is None:
+            groups.append([tile])
+        else:
+            group.append(tile)
+    return [_make_group(group, device) for group in groups]
+
+
+def _can_follow(previous: Tile, tile: Tile) -> bool:
+    """The same band, and rows that come later: so all rows of a group differ, and keep their order."""
+    return (
+        (previous.left, previous.right) == (tile.left, tile.right)
+        and previous.q_start + previous.q_len <= tile.q_start
+        and previous.k_start + previous.k_len <= tile.k_start
+    )
+
+
+def _make_group(tiles: Sequence[Tile], device: torch.device) -> TileGroup:
+    q_lens, k_lens = [t.q_len for t in tiles], [t.k_len for t in tiles]
+    borders = [torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device=device) for lens in (q_lens, k_lens)]
+    varlen = VarlenArguments(*borders, max(q_lens), max(k_lens))
+    q_rows, k_rows = (_rows(slots, device) for slots in ([t.q_slots for t in tiles], [t.k_slots for t in tiles]))
+    return TileGroup(tuple(tiles), q_rows, k_rows, varlen)
+
+
+def _rows(slots: Sequence[slice], device: torch.device) -> Rows:
+    """One slice if the slots are side by side (a view), else their numbers (a copy)."""
+    if all(a.stop == b.start for a, b in pairwise(slots)):
+        return slice(slots[0].start, slots[-1].stop)
+    return torch.cat([torch.arange(s.start, s.stop) for s in slots]).to(device)

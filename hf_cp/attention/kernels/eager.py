@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from hf_cp.attention.kernels.base import TileGroup
 from hf_cp.attention.merge import accumulator_dtype
-from hf_cp.sequence.plan import Tile
+from hf_cp.sequence.tiles import Tile
 
 
 class EagerKernel:
@@ -13,15 +14,16 @@ class EagerKernel:
 
     name = "eager"
     bands = True
+    varlen = False
 
     def check(self, q: torch.Tensor, v: torch.Tensor) -> None:
         """Runs on everything."""
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, tile: Tile, scale: float
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, group: TileGroup, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         q_GRND, k_GMD, v_GMD = _by_kv_head(q, k.shape[1]), _heads_first(k), _heads_first(v)
-        scores = _masked_scores(q_GRND, k_GMD, tile, scale)
+        scores = _masked_scores(q_GRND, k_GMD, group.tile, scale)
         lse_GRN = scores.logsumexp(-1)
         probs = _probabilities(scores, lse_GRN)
         return _tokens_first(torch.einsum("grnm,gmd->grnd", probs, v_GMD)), lse_GRN.flatten(0, 1).T
@@ -35,7 +37,7 @@ class EagerKernel:
         out: torch.Tensor,
         lse: torch.Tensor,
         *,
-        tile: Tile,
+        group: TileGroup,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         num_kv_heads = k.shape[1]
@@ -43,7 +45,7 @@ class EagerKernel:
         out_GRND, grad_GRND = _by_kv_head(out, num_kv_heads), _by_kv_head(grad_out, num_kv_heads)
         lse_GRN = lse.T.reshape(num_kv_heads, -1, len(q))
         # P_ij = exp(s_ij - lse_i) with the row's final lse; dS = P (dP - delta), delta_i = sum_d dO_id O_id
-        probs = _probabilities(_masked_scores(q_GRND, k_GMD, tile, scale), lse_GRN)
+        probs = _probabilities(_masked_scores(q_GRND, k_GMD, group.tile, scale), lse_GRN)
         delta = (grad_GRND * out_GRND).sum(-1, keepdim=True)
         grad_scores = probs * (torch.einsum("grnd,gmd->grnm", grad_GRND, v_GMD) - delta) * scale
         grad_q = torch.einsum("grnm,gmd->grnd", grad_scores, k_GMD)

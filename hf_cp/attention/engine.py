@@ -1,0 +1,95 @@
+"""What the three engines over the ring axis share: the autograd function and the shape of an engine.
+
+An engine says how keys and values reach the ranks whose queries see them, and how their gradients come home.
+Everything else (the kernel, adding up, what is saved) is the same. Saved are this rank's own q, k, v, the final out
+and lse.
+
+Dimensions: T = slots of a ring shard, H = query heads, G = K/V heads, D = head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from hf_cp.attention.kernels import Kernel, TileGroup, plan_calls
+from hf_cp.attention.merge import accumulator_dtype
+from hf_cp.attention.tiles import TileBackward, TileForward
+from hf_cp.parallel.mesh import ContextParallelMesh
+from hf_cp.sequence.plan import AttentionPlan
+from hf_cp.sequence.tiles import Tile
+
+
+class Call(NamedTuple):
+    """One attention call on one rank: everything but the tensors."""
+
+    mesh: ContextParallelMesh
+    plan: AttentionPlan
+    kernel: Kernel
+    scale: float
+    device: torch.device
+    grad_dtype: torch.dtype | None  # of dK/dV on the wire; None is the accumulator's
+
+    def plan_calls(self, tiles: Sequence[Tile]) -> list[TileGroup]:
+        """The kernel calls that compute `tiles`."""
+        return plan_calls(tiles, self.kernel, self.device)
+
+    def schedule_key(self, engine: str) -> Hashable:
+        """What an engine's schedule for a plan depends on."""
+        return engine, self.mesh.ring_rank, self.kernel.name, self.device
+
+    def wire(self, grad: torch.Tensor) -> torch.Tensor:
+        """Gradients as they travel."""
+        return grad if self.grad_dtype is None else grad.to(self.grad_dtype)
+
+
+class Engine(Protocol):
+    """How K/V move over the ring axis."""
+
+    def forward(self, state: TileForward, k: torch.Tensor, v: torch.Tensor, call: Call) -> None:
+        """Takes all keys that this rank's queries see into `state`; k, v [T, G, D] are this rank's own."""
+
+    def backward(
+        self, state: TileBackward, k: torch.Tensor, v: torch.Tensor, grad_kv: torch.Tensor, call: Call
+    ) -> None:
+        """Adds to `state.grad_q`, and to `grad_kv` [T, 2, G, D] all that any rank's queries give this rank's keys."""
+
+
+class ShardAttention(torch.autograd.Function):
+    """Exact attention of a ring shard's queries over the whole row, by an engine."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        q: torch.Tensor,  # [T, H, D]
+        k: torch.Tensor,  # [T, G, D]
+        v: torch.Tensor,  # [T, G, D]
+        engine: Engine,
+        call: Call,
+    ) -> torch.Tensor:  # [T, H, D]
+        state = TileForward(q, call.kernel, call.scale)
+        engine.forward(state, k, v, call)
+        out = state.out.to(q.dtype)
+        ctx.engine, ctx.call = engine, call
+        ctx.save_for_backward(q, k, v, out, state.lse)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        state = TileBackward(q, out, lse, grad_out, ctx.call.kernel, ctx.call.scale)
+        grad_kv = torch.zeros((len(k), 2, *k.shape[1:]), dtype=accumulator_dtype(k.dtype), device=k.device)
+        ctx.engine.backward(state, k, v, grad_kv, ctx.call)
+        grad_k, grad_v = grad_kv.to(k.dtype).unbind(1)
+        return state.grad_q.to(q.dtype), grad_k, grad_v, None, None
+
+
+def rows_to_send(k: torch.Tensor, v: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
+    """Keys and values of some slots as one message, [rows, 2, G, D]."""
+    if len(rows) == len(k):
+        return torch.stack((k, v), dim=1)
+    index = torch.from_numpy(rows).to(k.device)
+    return torch.stack((k.index_select(0, index), v.index_select(0, index)), dim=1)

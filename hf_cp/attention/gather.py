@@ -1,0 +1,116 @@
+"""`allgather`: every rank gets the K/V of all documents that are on several ranks, in the order of the row.
+
+With the keys of a document side by side, a kernel that knows bands needs one call per run of queries and nothing has
+to be merged: the result is that of one process to the last bit of its softmax. Heads can be gathered in groups, the
+next one while the current one is used. Gradients go home in one all-to-all and are summed where the rows live.
+
+Dimensions: T = slots of a ring shard, S = shared rows per rank (the most), G = K/V heads, g = G / chunks, H = query
+heads, D = head size, R = ring_degree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.nn.functional import pad
+
+from hf_cp.attention.engine import Call, rows_to_send
+from hf_cp.attention.kernels import TileGroup
+from hf_cp.attention.merge import accumulator_dtype
+from hf_cp.attention.tiles import TileBackward, TileForward
+from hf_cp.parallel.collectives import Transfer, start_all_gather, start_exchange
+
+
+class GatherSchedule(NamedTuple):
+    own_calls: list[TileGroup]
+    calls: list[TileGroup]  # on the gathered rows
+    own_rows: np.ndarray  # int64: slots that are gathered
+    order: np.ndarray  # int64 [N]: place of every gathered row in [R * S]
+    rows_per_rank: int
+
+
+class Heads(NamedTuple):
+    """A group of K/V heads, and the query heads that use them."""
+
+    kv: slice
+    queries: slice
+
+
+class Gather:
+    """All-gather in `head_chunks` groups of heads; the number must divide the K/V heads."""
+
+    def __init__(self, head_chunks: int = 1):
+        self.head_chunks = head_chunks
+
+    def forward(self, state: TileForward, k: torch.Tensor, v: torch.Tensor, call: Call) -> None:
+        schedule = _schedule(call)
+        fetched = _prefetch(k, v, self._groups(state.q, k), schedule, call)
+        state.add(k, v, schedule.own_calls)
+        for heads, kv in fetched:
+            state.heads(heads.queries).add(kv[:, 0], kv[:, 1], schedule.calls)
+
+    def backward(
+        self, state: TileBackward, k: torch.Tensor, v: torch.Tensor, grad_kv: torch.Tensor, call: Call
+    ) -> None:
+        schedule, size = _schedule(call), call.mesh.ring_size
+        fetched = _prefetch(k, v, self._groups(state.q, k), schedule, call)
+        state.add(k, v, grad_kv, schedule.own_calls)
+        own_rows = torch.from_numpy(schedule.own_rows).to(k.device)
+        order = torch.from_numpy(schedule.order).to(k.device)
+        for heads, kv in fetched:
+            grad = torch.zeros_like(kv, dtype=accumulator_dtype(k.dtype))  # [N, 2, g, D]
+            state.heads(heads.queries).add(kv[:, 0], kv[:, 1], grad, schedule.calls)
+            rows = schedule.rows_per_rank
+            parts = grad.new_zeros(size * rows, *grad.shape[1:]).index_copy_(0, order, grad)
+            home = start_exchange(call.wire(parts), call.mesh, sent=[rows] * size, received=[rows] * size)
+            total = home.wait().view(size, rows, *grad.shape[1:]).sum(0, dtype=grad.dtype)
+            grad_kv[own_rows, :, heads.kv] += total[: len(own_rows)]
+
+    def _groups(self, q: torch.Tensor, k: torch.Tensor) -> list[Heads]:
+        num_heads, num_kv_heads, chunks = q.shape[1], k.shape[1], self.head_chunks
+        return [
+            Heads(*(slice(i * n // chunks, (i + 1) * n // chunks) for n in (num_kv_heads, num_heads)))
+            for i in range(chunks)
+        ]
+
+
+def _prefetch(
+    k: torch.Tensor, v: torch.Tensor, groups: list[Heads], schedule: GatherSchedule, call: Call
+) -> Iterator[tuple[Heads, torch.Tensor]]:
+    """Gathered K/V [N, 2, g, D] of one group of heads after the other; the next group travels meanwhile.
+
+    The first group starts now, the rest when the one before is taken. Yields nothing if nothing is shared.
+    """
+    if not call.plan.needs_traffic:
+        return iter(())
+
+    def start(heads: Heads) -> Transfer:
+        rows = rows_to_send(k[:, heads.kv], v[:, heads.kv], schedule.own_rows)
+        padding = (0, 0) * (rows.ndim - 1) + (0, schedule.rows_per_rank - len(rows))
+        return start_all_gather(pad(rows, padding), call.mesh)
+
+    order = torch.from_numpy(schedule.order).to(k.device)
+    first = start(groups[0])
+
+    def take() -> Iterator[tuple[Heads, torch.Tensor]]:
+        current = first
+        for heads, following in zip(groups, [*groups[1:], None], strict=True):
+            gathered = current.wait()
+            current = start(following) if following is not None else None
+            yield heads, gathered.index_select(0, order)
+
+    return take()
+
+
+def _schedule(call: Call) -> GatherSchedule:
+    plan, rank = call.plan, call.mesh.ring_rank
+
+    def make() -> GatherSchedule:
+        keys = plan.gathered(rank)
+        own_tiles, tiles = (call.plan_calls(t) for t in (keys.own_tiles, keys.tiles))
+        return GatherSchedule(own_tiles, tiles, plan.shared_rows(rank), keys.order, keys.rows_per_rank)
+
+    return plan.schedule(call.schedule_key("allgather"), make)
