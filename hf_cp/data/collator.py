@@ -93,6 +93,7 @@ class PackedRow:
             "cu_seq_lens_k": cu_seqlens,
             "max_length_q": max_seqlen,
             "max_length_k": max_seqlen,
+            "use_cache": False,  # with a cache transformers takes the row for one document
         }
 
 
@@ -118,7 +119,7 @@ class DataCollatorForContextParallel:
     Returns (when called):
         `dict`: `input_ids`, `position_ids`, `labels`, `shift_labels`, int64 [1, local tokens], and `hf_cp_layout`, the
         `SequenceLayout` of the row. If context parallelism is off (`cp_size` 1 without `force`) the whole row with
-        `cu_seq_lens_q/k` (int32 [num_docs + 1]) and `max_length_q/k` (`int`) instead of the layout.
+        `cu_seq_lens_q/k` (int32 [num_docs + 1]), `max_length_q/k` (`int`) and `use_cache=False` instead of the layout.
 
     Raises:
         ValueError: an argument is out of range, a feature cannot be read, or the row is longer than `max_tokens`.

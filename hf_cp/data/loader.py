@@ -249,6 +249,8 @@ class ContextParallelDataLoader(DataLoader):
             "row", mesh=self._mesh, step=outcome.step, digest=outcome.digest, error=outcome.error, scope="cp"
         )
         self._next_step = outcome.step + 1
+        if "hf_cp_layout" in outcome.batch:
+            outcome.batch["hf_cp_layout"].is_agreed = True  # the model need not compare again
         return outcome.batch
 
     def state_dict(self) -> dict[str, Any]:

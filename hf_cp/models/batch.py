@@ -30,6 +30,8 @@ def check_batch(
         RuntimeError: another rank's batch is at fault.
     """
     fault = _local_fault(tokens, attention_mask, labels, shift_labels, layout, mesh)
+    if fault is None and layout.is_agreed:
+        return
     digest = int(layout.digest[:15], 16) if fault is None else 0
     peers = gather_ints_over_cp([fault is not None, digest], mesh)
     if fault is not None:

@@ -25,6 +25,7 @@ def sum_over_world(values: Sequence[float] | Sequence[int], *, mesh: ContextPara
     Returns:
         `list`: the sums, bit-identical on every rank; ints are summed exactly.
 
+    >>> from hf_cp.config import ContextParallelConfig
     >>> sum_over_world([3, 4], mesh=ContextParallelMesh(ContextParallelConfig()))
     [3, 4]
     """

@@ -59,6 +59,7 @@ class SequenceLayout:
         ring_shard_length (`int`): slots of one ring shard, `local_length * ulysses_degree`.
         cu_seqlens (`torch.Tensor`): int32 [num_docs + 1], global document borders, on the host.
         max_seqlen (`int`): the longest document.
+        is_agreed (`bool`): set by the packed loader once all ranks of the group are known to hold the same row.
         digest (`str`): the same on two ranks exactly if their layouts are the same.
 
     Raises:
@@ -74,6 +75,7 @@ class SequenceLayout:
                 raise ValueError(
                     f"Document {index} has {length} tokens; a document needs at least 1. Drop empty ones first."
                 )
+        self.is_agreed = False
         self.layout = config.resolved_layout
         self.ring_degree = config.ring_degree
         self.ulysses_degree = config.ulysses_degree

@@ -135,7 +135,8 @@ def test_running_positions_without_context_parallelism_are_refused() -> None:
 
 def test_batch_without_context_parallelism_is_plain_hugging_face() -> None:
     (batch,) = collate_all(documents_of([3, 5]), ContextParallelConfig())
-    assert set(batch) == {*TENSORS, "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+    assert set(batch) == {*TENSORS, "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "use_cache"}
+    assert batch["use_cache"] is False  # else transformers would take the row for one document
     assert batch["cu_seq_lens_q"].tolist() == batch["cu_seq_lens_k"].tolist() == [0, 3, 8]
     assert batch["cu_seq_lens_q"].dtype == torch.int32
     assert (batch["max_length_q"], batch["max_length_k"]) == (5, 5)

@@ -37,7 +37,7 @@ def averaged_gradients(model: nn.Module, mesh: ContextParallelMesh) -> dict[str,
 
 
 def train_step(
-    family: str, ring: int, ulysses: int, dtype: torch.dtype, layout: str = "zigzag", checkpointing=None, **overrides
+    family: str, ring: int, ulysses: int, dtype: torch.dtype, layout: str = "document", checkpointing=None, **overrides
 ) -> tuple[float, float]:
     """(error of the loss, worst relative error of a gradient) against one process."""
     config = ContextParallelConfig(ring, ulysses, layout=layout, loss_chunk_tokens=5)
@@ -73,7 +73,7 @@ def test_fp32_error_does_not_grow_with_the_ring(world2, world4, loss_limit, grad
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("layout", ["contiguous", "striped"])
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
 def test_other_layouts_are_exact(world4, layout):
     for loss_error, gradient_error in world4.run(train_step, "llama", 2, 2, torch.float64, layout):
         assert loss_error < 1e-12 and gradient_error < 1e-10
@@ -158,6 +158,7 @@ def rotary_positions(layout: str) -> list[int]:
 @pytest.mark.distributed
 def test_rotary_embeddings_see_global_positions(world2):
     assert world2.run(rotary_positions, "contiguous") == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert world2.run(rotary_positions, "document") == world2.run(rotary_positions, "zigzag")
     assert world2.run(rotary_positions, "zigzag") == [[0, 1, 6, 7], [2, 3, 4, 5]]
 
 
@@ -280,36 +281,56 @@ def test_wrong_batches_are_refused_on_every_rank(world2):
     world2.run(wrong_batches, timeout=20)
 
 
-def sliding_window(family: str, settings: dict, lengths: tuple[int, ...]) -> float:
-    config, row = ContextParallelConfig(ring_degree=2), Row(lengths)
-    expected = tiny_model(family, **settings)(**row.whole_batch()).loss
+def untouched_model_with_window(family: str, settings: dict, lengths: tuple[int, ...], layout: str) -> None:
+    config, row = ContextParallelConfig(ring_degree=2, layout=layout), Row(lengths)
+    untouched = tiny_model(family, **settings)
+    expected = untouched(**row.whole_batch()).loss
+    expected.backward()
     model = apply_context_parallel(tiny_model(family, **settings), config)
-    loss = model(**row.local_batch(SequenceLayout(lengths, config), dist.get_rank())).loss
-    return abs(loss - expected).item()
+    mesh = context_parallel_state(model).mesh
+    loss = model(**row.local_batch(SequenceLayout(lengths, config), mesh.cp_rank)).loss
+    loss.backward()
+    assert abs(loss - expected) < 1e-6
+    for name, gradient in averaged_gradients(model, mesh).items():
+        assert relative_error(gradient, dict(untouched.named_parameters())[name].grad) < 1e-6, name
 
 
 QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("family", "settings"), [("mistral", {"sliding_window": 4}), ("qwen2", QWEN_WINDOW)])
-def test_a_window_shorter_than_a_document_is_refused(world2, family, settings):
-    for error in world2.run(sliding_window, family, settings, (16,), timeout=20, expect_error=True):
-        assert "window=4 is shorter than the longest document (16 tokens)" in error.message
+@pytest.mark.parametrize("layout", ["document", "contiguous"])
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("mistral", {"sliding_window": 4}),
+        ("mistral", {"sliding_window": 16}),
+        ("qwen2", {"use_sliding_window": False, "sliding_window": 4}),
+        ("qwen2", QWEN_WINDOW),
+        ("qwen3", QWEN_WINDOW),
+    ],
+)
+def test_sliding_windows_equal_the_untouched_model(world2, family, settings, layout):
+    world2.run(untouched_model_with_window, family, settings, (16, 3, 9), layout)
+
+
+def first_layer_positions_changed_by_token_0() -> list[int]:
+    """Positions of the first layer's output that change with token 0, with a window of 4."""
+    config, row = ContextParallelConfig(ring_degree=2), Row([16])
+    layout = SequenceLayout([16], config)
+    model = apply_context_parallel(tiny_model("mistral", sliding_window=4), config)
+    mesh, seen = context_parallel_state(model).mesh, []
+    model.model.layers[0].self_attn.register_forward_hook(lambda module, args, output: seen.append(output[0].detach()))
+    for _ in range(2):
+        model(**row.local_batch(layout, mesh.cp_rank))
+        row.input_ids[0] += 1
+    before, after = (layout.unshard(gather_shards(x, mesh), dim=1) for x in seen)
+    return (before != after)[0].any(-1).nonzero().flatten().tolist()
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("family", "settings", "lengths"),
-    [
-        ("mistral", {"sliding_window": 16}, (16, 9)),
-        ("mistral", {"sliding_window": 4}, (4, 3, 4)),
-        ("qwen2", {"use_sliding_window": False, "sliding_window": 4}, (16,)),
-        ("qwen2", QWEN_WINDOW, (4, 3, 4)),
-    ],
-)
-def test_windows_that_hide_nothing_run(world2, family, settings, lengths):
-    assert max(world2.run(sliding_window, family, settings, lengths)) < 1e-6
+def test_a_window_is_counted_in_global_positions(world2):
+    assert world2.run(first_layer_positions_changed_by_token_0) == [[0, 1, 2, 3]] * 2
 
 
 def test_cp_1_leaves_the_model_alone():
