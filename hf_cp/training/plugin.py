@@ -1,0 +1,234 @@
+"""Context parallelism in a custom loop with Accelerate, with or without DeepSpeed ZeRO.
+
+Invariant: for any split of the documents over ranks, rows and micro-steps, one optimizer step follows the gradient of
+the mean token loss over all targets of its accumulation window. DDP, FSDP2 and ZeRO average gradients over all W
+processes and `Accelerator.backward` divides by the accumulation steps GA, so a rank's loss is (sum of its token
+losses) x W x GA / N:
+
+    1/W x sum over ranks and micro-steps of 1/GA x grad(local_sum x W x GA / N)  =  grad(sum of all token losses) / N
+    (1/W: mean by the backend; 1/GA: backward)
+
+A loop (examples/accelerate_loop.py runs one):
+
+    plugin = ContextParallelPlugin(ContextParallelConfig(ring_degree=2))
+    zero = plugin.deepspeed_plugin(zero_stage=2)
+    accelerator = plugin.accelerator(gradient_accumulation_steps=4, deepspeed_plugin=zero)
+    model, optimizer = accelerator.prepare(apply_context_parallel(model, plugin.mesh), optimizer)
+    loader = plugin.data_loader(documents, max_tokens=131_072)
+    for batches, num_items in plugin.accumulation_windows(loader):
+        for batch in batches:
+            accelerator.backward(plugin.loss(model, batch, num_items=num_items))
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.logging import get_logger
+from accelerate.utils import DeepSpeedPlugin, DistributedType
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_cp.config import ContextParallelConfig
+from hf_cp.data.collator import DataCollatorForContextParallel
+from hf_cp.data.documents import IGNORE_INDEX
+from hf_cp.data.loader import ContextParallelDataLoader
+from hf_cp.parallel.mesh import ContextParallelMesh
+from hf_cp.parallel.reduce import sum_over_world
+from hf_cp.training.checks import check_launch, check_parallelism_config
+from hf_cp.training.zero import check_batch_sizes, check_precision, complete_zero_config, make_zero_config
+
+logger = get_logger(__name__)
+
+
+class ContextParallelPlugin:
+    """Builds the Accelerator for context parallelism and keeps a custom loop exact.
+
+    Args:
+        config (`ContextParallelConfig`): how one row is split over processes.
+
+    Attributes:
+        config (`ContextParallelConfig`): as given.
+        mesh (`ContextParallelMesh`): the process groups; exists once [`ContextParallelPlugin.accelerator`] was called.
+    """
+
+    def __init__(self, config: ContextParallelConfig):
+        self.config = config
+        self._accelerator: Accelerator | None = None
+        self._mesh: ContextParallelMesh | None = None
+
+    def deepspeed_plugin(
+        self, zero_stage: int = 2, *, gradient_clipping: float = 0.0, config: dict[str, Any] | str | Path | None = None
+    ) -> DeepSpeedPlugin:
+        """A DeepSpeed plugin for [`ContextParallelPlugin.accelerator`], in which DeepSpeed knows nothing of sequences.
+
+        Args:
+            zero_stage (`int`, *optional*, defaults to 2): what ZeRO shards over all W processes.
+            gradient_clipping (`float`, *optional*, defaults to 0.0): largest gradient norm; 0 turns clipping off.
+                (`Accelerator.clip_grad_norm_` cannot clip under DeepSpeed, its engine does.)
+            config (`dict` or path, *optional*): more DeepSpeed settings. Precision is the Accelerator's
+                `mixed_precision`.
+
+        Raises:
+            ValueError: the stage is unknown, or `config` contradicts the arguments or context parallelism.
+        """
+        return DeepSpeedPlugin(
+            hf_ds_config=make_zero_config(zero_stage, gradient_clipping=gradient_clipping, config=config)
+        )
+
+    def accelerator(self, **kwargs: Any) -> Accelerator:
+        """Builds the Accelerator and the mesh, and checks that what was asked for really runs.
+
+        Args:
+            kwargs: those of [`accelerate.Accelerator`]. `step_scheduler_with_optimizer` defaults to False here:
+                accelerate would step a prepared scheduler once per process and optimizer step, but a step has dp rows,
+                not W.
+
+        Raises:
+            ValueError: the number of processes does not fit, accelerate's own cp/sp/tp sizes are not 1, or the
+                DeepSpeed config contradicts the run.
+            RuntimeError: fewer processes run than were launched, or DeepSpeed is silently off.
+        """
+        check_parallelism_config(kwargs.get("parallelism_config"))
+        # DeepSpeed may be asked for by argument or, through `accelerate launch`, by environment
+        wants_deepspeed = (
+            kwargs.get("deepspeed_plugin") is not None
+            or kwargs.get("deepspeed_plugins") is not None
+            or os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+        )
+        if not torch.accelerator.is_available():
+            # Without a GPU accelerate joins the launched processes only with cpu=True, which switches DeepSpeed off.
+            # So the processes are joined first; the Accelerator then finds them.
+            PartialState(cpu=True)
+        accelerator = Accelerator(**{"step_scheduler_with_optimizer": False, **kwargs})
+        check_parallelism_config(accelerator.parallelism_config)
+        check_launch(
+            accelerator,
+            cp_size=self.config.cp_size,
+            deepspeed_requested=wants_deepspeed,
+            mixed_precision=kwargs.get("mixed_precision"),
+        )
+        if accelerator.distributed_type == DistributedType.DEEPSPEED:
+            self._check_deepspeed(accelerator)
+        self._accelerator = accelerator
+        self._mesh = ContextParallelMesh(self.config, device_type=accelerator.device.type)
+        return accelerator
+
+    def data_loader(
+        self,
+        documents: Sequence[Any],
+        *,
+        max_tokens: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        num_workers: int = 0,
+        **collator_kwargs: Any,
+    ) -> ContextParallelDataLoader:
+        """Packs documents into rows and deals them to this rank.
+
+        Args:
+            documents (sequence): features as [`DataCollatorForContextParallel`] reads them, the same on every rank.
+            max_tokens (`int`): the longest row.
+            shuffle, seed, drop_last, num_workers: see [`ContextParallelDataLoader`].
+            collator_kwargs: `overflow`, `tokenizer`, ... of [`DataCollatorForContextParallel`].
+        """
+        collator = DataCollatorForContextParallel(self.config, max_tokens=max_tokens, **collator_kwargs)
+        return ContextParallelDataLoader(
+            documents,
+            collator=collator,
+            mesh=self.mesh,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            num_workers=num_workers,
+        )
+
+    @property
+    def mesh(self) -> ContextParallelMesh:
+        if self._mesh is None:
+            raise RuntimeError("The process groups do not exist yet. Call plugin.accelerator(...) first.")
+        return self._mesh
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows that one optimizer step sees: 1 row x accumulation steps x dp; ranks of one row count once."""
+        return self._ready().gradient_accumulation_steps * self.mesh.dp_size
+
+    def accumulation_windows(self, loader: Iterable[dict]) -> Iterator[tuple[Iterator[dict], int]]:
+        """The micro-batches of each optimizer step, with the number of targets that they hold over all ranks.
+
+        A last window that is short steps too: walking `batches` sets `accelerator.sync_gradients`, true only for the
+        last micro-batch of the window.
+
+        Args:
+            loader: batches from [`ContextParallelPlugin.data_loader`], equally many on every rank.
+
+        Yields:
+            `(batches, num_items)`: an iterator of batches on the accelerator's device, and the targets of the window
+            (the same number on every rank; 0 if all labels are masked).
+        """
+        accelerator = self._ready()
+        rows = iter(loader)
+        while window := list(itertools.islice(rows, accelerator.gradient_accumulation_steps)):
+            local_items = sum(int((batch["shift_labels"] != IGNORE_INDEX).sum()) for batch in window)
+            (num_items,) = sum_over_world([local_items], mesh=self.mesh)
+            yield self._walk(window), num_items
+
+    def loss(self, model: torch.nn.Module, batch: dict, *, num_items: int) -> torch.Tensor:
+        """This rank's part of the window's mean token loss, scaled for `Accelerator.backward`.
+
+        Args:
+            model (`torch.nn.Module`): as prepared by the accelerator.
+            batch (`dict`): one of the window's batches.
+            num_items (`int`): the window's targets over all ranks, from
+                [`ContextParallelPlugin.accumulation_windows`].
+
+        Returns:
+            `torch.Tensor` [], with a graph also where every label is masked. Averaged over all ranks and micro-steps
+            of the window (and divided by nothing else) it is the mean token loss.
+        """
+        accelerator = self._ready()
+        # DDP decides in the forward whether this backward will communicate; only the last one of a window has to.
+        is_quiet = isinstance(model, DistributedDataParallel) and not accelerator.sync_gradients
+        with model.no_sync() if is_quiet else contextlib.nullcontext():
+            local_sum = model(**batch, num_items_in_batch=1).loss
+        # x W: the backend averages over all W processes. x GA: accelerate (DDP) and DeepSpeed's engine both divide
+        # every loss by the configured GA, in a short last window too. / N: mean over the targets of the window.
+        return local_sum * (accelerator.num_processes * accelerator.gradient_accumulation_steps / max(1, num_items))
+
+    def _walk(self, window: list[dict]) -> Iterator[dict]:
+        accelerator = self._ready()
+        for number, batch in enumerate(window, start=1):
+            accelerator.sync_gradients = number == len(window)
+            yield {
+                key: value.to(accelerator.device, non_blocking=True) if isinstance(value, torch.Tensor) else value
+                for key, value in batch.items()
+            }
+
+    def _check_deepspeed(self, accelerator: Accelerator) -> None:
+        """The config may come from a file of `accelerate launch`: complete it and hold it against the run."""
+        plugin = accelerator.state.deepspeed_plugin
+        added = complete_zero_config(plugin.deepspeed_config, micro_batch_size=1, gradient_clipping=0.0)
+        if added:
+            logger.info(f"DeepSpeed config completed with {', '.join(added)}.")
+        check_precision(plugin.deepspeed_config, mixed_precision=accelerator.mixed_precision)
+        check_batch_sizes(
+            plugin.deepspeed_config,
+            micro_batch_size=1,
+            gradient_accumulation_steps=accelerator.gradient_accumulation_steps,
+            world_size=accelerator.num_processes,
+        )
+
+    def _ready(self) -> Accelerator:
+        if self._accelerator is None:
+            raise RuntimeError("There is no Accelerator yet. Call plugin.accelerator(...) first.")
+        return self._accelerator

@@ -1,0 +1,212 @@
+"""What the Trainer is asked for, held against what is exact on shared rows.
+
+Every check runs in the constructor, on every rank, before anything is communicated or written. A setting that would
+change the numbers with cp_size is refused with the reason, never ignored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+from torch.utils.data import IterableDataset
+from transformers import PreTrainedModel, TrainingArguments
+
+from hf_cp.config import ContextParallelConfig
+from hf_cp.data.collator import DataCollatorForContextParallel
+from hf_cp.models.patch import context_parallel_state
+from hf_cp.training.checks import check_parallelism_config
+
+SAMPLING_STRATEGIES = ("random", "sequential")
+
+
+class Refusal(NamedTuple):
+    """A setting that is refused: whether it is set, its value as the user wrote it, why it cannot work, what to do."""
+
+    applies: bool
+    setting: str
+    reason: str
+    change: str
+
+
+def check_request(*, model: Any, args: TrainingArguments | None, data_collator: Any, others: dict[str, Any]) -> bool:
+    """Raises unless model, collator and arguments fit each other.
+
+    Args:
+        model: of the Trainer.
+        args (`TrainingArguments`, *optional*): of the Trainer.
+        data_collator: of the Trainer.
+        others (`dict`): the Trainer's other arguments.
+
+    Returns:
+        `bool`: whether the rows come from our loader (context parallelism or packing); otherwise the stock Trainer
+            runs.
+
+    Raises:
+        ValueError: in three parts.
+    """
+    state = None if model is None else context_parallel_state(model)
+    is_ours = isinstance(data_collator, DataCollatorForContextParallel)
+    if state is not None and not is_ours:
+        raise ValueError(
+            f"The model is patched for {_show(state.config)}, but {type(data_collator).__name__} makes the batches "
+            "and does not shard them.\n"
+            "  Pass data_collator=DataCollatorForContextParallel(config), or undo the patch with "
+            "remove_context_parallel(model). Trainers with collators of their own (preference pairs, rewards) are not "
+            "supported."
+        )
+    if not is_ours:
+        return False
+    if model is not None:  # model_init is refused below
+        _check_same_config(state, data_collator.config)
+    own_rows = data_collator.config.enabled or data_collator.max_tokens is not None
+    if own_rows:
+        args = args or TrainingArguments()
+        check_parallelism_config(args.parallelism_config)
+        checks = _argument_refusals(args, packed=data_collator.max_tokens is not None) + _other_refusals(
+            model, args, others
+        )
+        refusals = [check for check in checks if check.applies]
+        if refusals:
+            lines = [f"{r.setting}: {r.reason}\n    {r.change}" for r in refusals]
+            raise ValueError("These settings do not work on packed or shared rows:\n  " + "\n  ".join(lines))
+        check_datasets(others.get("train_dataset"), others.get("eval_dataset"))
+    return own_rows
+
+
+def check_datasets(*datasets: Any) -> None:
+    """Refuses streams: rows are packed from all documents, and equally many on every rank."""
+    for dataset in datasets:
+        for member in dataset.values() if isinstance(dataset, dict) else [dataset]:
+            if isinstance(member, IterableDataset) or (member is not None and not hasattr(member, "__getitem__")):
+                raise ValueError(
+                    f"{type(member).__name__} is a stream: it has no length and cannot be packed into equally many "
+                    "rows per rank.\n  Pass a map-style dataset, e.g. list(dataset)."
+                )
+
+
+def _check_same_config(state: Any, collator_config: ContextParallelConfig) -> None:
+    if state is None:
+        if collator_config.enabled:
+            raise ValueError(
+                f"The collator shards rows for {_show(collator_config)}, but the model is not patched: its attention "
+                "would not see the other ranks' tokens.\n"
+                "  Call apply_context_parallel(model, config) before building the Trainer."
+            )
+        return
+    theirs = dataclasses.asdict(state.config)
+    differing = [
+        f"{name}: collator {ours!r}, model {theirs[name]!r}"
+        for name, ours in dataclasses.asdict(collator_config).items()
+        if ours != theirs[name]
+    ]
+    if differing:
+        raise ValueError(
+            f"The collator and the model have different configs ({'; '.join(differing)}).\n"
+            "  Pass the same ContextParallelConfig to apply_context_parallel and DataCollatorForContextParallel."
+        )
+
+
+_NO_LOGITS = "a rank has only parts of documents and no logits."
+
+
+def _argument_refusals(args: TrainingArguments, *, packed: bool) -> list[Refusal]:
+    """Training arguments that are refused, with whether they are set."""
+    micro, loading = args.per_device_train_batch_size, args.accelerator_config
+    return [
+        Refusal(
+            packed and micro != 1,
+            f"per_device_train_batch_size={micro}",
+            "a micro-step is one packed row.",
+            "Set it to 1; for more tokens a step raise max_tokens or gradient_accumulation_steps.",
+        ),
+        Refusal(
+            not args.average_tokens_across_devices,
+            "average_tokens_across_devices=False",
+            "the ranks of a row hold unequal parts of its targets, so the mean must be taken over all ranks.",
+            "Leave it at True.",
+        ),
+        Refusal(
+            args.label_smoothing_factor > 0,
+            f"label_smoothing_factor={args.label_smoothing_factor}",
+            _NO_LOGITS,
+            "Set it to 0.",
+        ),
+        Refusal(
+            args.neftune_noise_alpha is not None,
+            f"neftune_noise_alpha={args.neftune_noise_alpha}",
+            "its noise is scaled by the length of the local shard.",
+            "Set it to None.",
+        ),
+        Refusal(
+            args.use_liger_kernel,
+            "use_liger_kernel=True",
+            "it replaces the model's forward, and with it the sharded loss.",
+            "Set it to False: the loss is chunked already (loss_chunk_tokens).",
+        ),
+        Refusal(
+            args.auto_find_batch_size,
+            "auto_find_batch_size=True",
+            "memory is set by the tokens of a row, not by its number of features.",
+            "Set it to False and lower max_tokens.",
+        ),
+        Refusal(
+            args.fp16_full_eval or args.bf16_full_eval,
+            f"fp16_full_eval={args.fp16_full_eval}, bf16_full_eval={args.bf16_full_eval}",
+            "evaluation before and after training would cast the weights that training goes on with.",
+            "Use bf16=True or fp16=True, or load the model in that type.",
+        ),
+        Refusal(
+            args.train_sampling_strategy not in SAMPLING_STRATEGIES,
+            f"train_sampling_strategy={args.train_sampling_strategy!r}",
+            "the packed loader orders rows itself (documents of similar length share rows already).",
+            f"Choose one of {', '.join(SAMPLING_STRATEGIES)}.",
+        ),
+        Refusal(
+            bool(loading.dispatch_batches) or bool(loading.split_batches),
+            f"accelerator_config dispatch_batches={loading.dispatch_batches}, split_batches={loading.split_batches}",
+            "every rank makes its own shard of a row.",
+            "Leave both unset.",
+        ),
+        Refusal(
+            args.n_gpu > 1,
+            f"n_gpu={args.n_gpu}",
+            "DataParallel would split the row again.",
+            "Start one process per GPU.",
+        ),
+    ]
+
+
+def _other_refusals(model: Any, args: TrainingArguments, others: dict[str, Any]) -> list[Refusal]:
+    """What else the Trainer may have been given."""
+    given = others.get
+    is_reentrant = args.activation_checkpointing and (args.activation_checkpointing_kwargs or {}).get("use_reentrant")
+    # for models that are not PreTrainedModel the Trainer makes DDP look for unused parameters
+    finds_unused = args.ddp_find_unused_parameters or (
+        args.ddp_find_unused_parameters is None and not isinstance(model, PreTrainedModel)
+    )
+    return [
+        Refusal(
+            bool(is_reentrant and finds_unused and args.world_size > 1 and args.deepspeed_plugin is None),
+            "use_reentrant=True with ddp_find_unused_parameters on",
+            "DDP fails in the backward of reentrant checkpointing when it looks for unused parameters.",
+            "Set use_reentrant=False (activation_checkpointing_kwargs) or ddp_find_unused_parameters=False.",
+        ),
+        Refusal(given("compute_loss_func") is not None, "compute_loss_func", _NO_LOGITS, "Use the model's own loss."),
+        Refusal(
+            given("compute_metrics") is not None or given("preprocess_logits_for_metrics") is not None,
+            "compute_metrics, preprocess_logits_for_metrics",
+            _NO_LOGITS,
+            "Use the evaluation loss, or evaluate the saved model in one process.",
+        ),
+        Refusal(
+            given("model_init") is not None,
+            "model_init",
+            "every call would make a model that is not patched.",
+            "Pass model=apply_context_parallel(model, config).",
+        ),
+    ]
+
+
+def _show(config: ContextParallelConfig) -> str:
+    return f"cp_size={config.cp_size} (ring_degree={config.ring_degree}, ulysses_degree={config.ulysses_degree})"

@@ -1,0 +1,95 @@
+"""Starts an example as a user does: a launcher, several processes, an own port and a time limit."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Exit status and everything that was printed."""
+
+    status: int
+    output: str
+
+
+def torchrun(script: str, *options: str, processes: int = 2, timeout: float = 300.0) -> Finished:
+    """`torchrun --nproc_per_node processes examples/script options`."""
+    launcher = ["torch.distributed.run", "--nproc_per_node", str(processes), "--master_port", str(free_port())]
+    return run(["-m", *launcher, str(EXAMPLES / script), *options], timeout=timeout)
+
+
+def accelerate_launch(config_file: Path, script: str, *options: str, timeout: float = 300.0) -> Finished:
+    """`accelerate launch --config_file config_file examples/script options`."""
+    launcher = ["--config_file", str(config_file), "--main_process_port", str(free_port())]
+    return run(["-m", "accelerate.commands.launch", *launcher, str(EXAMPLES / script), *options], timeout=timeout)
+
+
+def run(arguments: list[str], *, timeout: float) -> Finished:
+    """`python arguments` in the root of the clone; all its processes end with the time limit."""
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        raise AssertionError(f"{arguments} did not end within {timeout:.0f} s:\n{output[-4000:]}") from None
+    return Finished(process.returncode, output)
+
+
+def environment() -> dict[str, str]:
+    """The user's environment without what an outer launcher or pool has set."""
+    outer = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    kept = {k: v for k, v in os.environ.items() if k not in outer and not k.startswith(("ACCELERATE_", "HF_CP_"))}
+    return kept | {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "DS_ACCELERATOR": "cpu",
+        "PYTHONPATH": str(ROOT),
+        "TORCH_EXTENSIONS_DIR": str(extensions_folder()),
+    }
+
+
+def extensions_folder() -> Path:
+    """Where DeepSpeed's compiled extension stays between runs; without locks, which a killed run leaves for ever."""
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR", ROOT / ".cache" / "torch_extensions"))
+    folder.mkdir(parents=True, exist_ok=True)
+    for lock in folder.glob("*/lock"):
+        lock.unlink(missing_ok=True)
+    return folder
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def load(script: str) -> ModuleType:
+    """The example as a module, for tests of its parts."""
+    name = f"hf_cp_example_{Path(script).stem}"
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / script)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,91 @@
+"""Parts of the fine-tuning script that a launched run does not reach."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from hf_cp.config import ContextParallelConfig
+from hf_cp.data.documents import to_documents
+from tests.examples.launch import load
+
+script = load("finetune_lora.py")
+
+
+def settings(**changes):
+    return script.ScriptArguments(model_name_or_path="model", dataset="documents", **changes)
+
+
+def heads(query: int, kv: int) -> SimpleNamespace:
+    return SimpleNamespace(num_attention_heads=query, num_key_value_heads=kv)
+
+
+@pytest.mark.parametrize(
+    ("model", "cp_size", "ring", "ulysses"),
+    [(heads(9, 3), 2, 2, 1), (heads(9, 3), 6, 2, 3), (heads(32, 8), 16, 2, 8), (heads(28, 4), 8, 2, 4)],
+    ids=str,
+)
+def test_degrees_follow_from_the_heads(monkeypatch, model, cp_size, ring, ulysses):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    config = script.choose_degrees(settings(cp_size=cp_size), ContextParallelConfig(layout="contiguous"), model)
+    assert (config.ring_degree, config.ulysses_degree, config.layout) == (ring, ulysses, "contiguous")
+
+
+def test_ulysses_stays_inside_a_node(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    config = script.choose_degrees(settings(cp_size=16), ContextParallelConfig(), heads(32, 8))
+    assert (config.ring_degree, config.ulysses_degree) == (4, 4)
+
+
+def test_given_degrees_are_kept_or_refused():
+    given = ContextParallelConfig(ring_degree=2, ulysses_degree=2)
+    assert script.choose_degrees(settings(), given, heads(4, 2)) is given
+    assert script.choose_degrees(settings(cp_size=4), given, heads(4, 2)) is given
+    with pytest.raises(ValueError, match="cp_size=8, but ring_degree=2 x ulysses_degree=2 is 4"):
+        script.choose_degrees(settings(cp_size=8), given, heads(4, 2))
+    with pytest.raises(ValueError, match="does not divide the 9 query heads"):
+        script.choose_degrees(settings(), given, heads(9, 3))
+
+
+def test_another_launch_than_expected_is_refused():
+    zero2 = SimpleNamespace(world_size=2, deepspeed_plugin=SimpleNamespace(zero_stage=2))
+    ddp = SimpleNamespace(world_size=2, deepspeed_plugin=None)
+    script.check_processes(settings(expected_processes=2, expected_zero_stage=2), zero2)
+    script.check_processes(settings(), ddp)
+    with pytest.raises(RuntimeError, match="4 processes are expected, but 2 run together"):
+        script.check_processes(settings(expected_processes=4), zero2)
+    with pytest.raises(RuntimeError, match="stage 3 is expected, but the launcher asks for stage 2"):
+        script.check_processes(settings(expected_zero_stage=3), zero2)
+    with pytest.raises(RuntimeError, match="stage 2 is expected, but the launcher asks for no DeepSpeed"):
+        script.check_processes(settings(expected_zero_stage=2), ddp)
+
+
+def test_documents_in_three_forms(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "one"}) + "\n\n" + json.dumps({"text": "two"}) + "\n")
+    assert script.load_documents(str(tmp_path / "a.jsonl")) == [{"text": "one"}, {"text": "two"}]
+
+    (tmp_path / "folder" / "inner").mkdir(parents=True)
+    (tmp_path / "folder" / "b.txt").write_text("bb")
+    (tmp_path / "folder" / "inner" / "a.md").write_text("aa")
+    (tmp_path / "folder" / "picture.png").write_text("no text")
+    found = script.load_documents(str(tmp_path / "folder"))
+    assert found == [{"name": "b.txt", "text": "bb"}, {"name": "inner/a.md", "text": "aa"}]
+
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_list([{"input_ids": [1, 2, 3]}]).save_to_disk(tmp_path / "saved")
+    assert list(script.load_documents(str(tmp_path / "saved"))) == [{"input_ids": [1, 2, 3]}]
+
+    for nothing in (tmp_path / "empty", tmp_path / "does-not-exist"):
+        with pytest.raises(ValueError, match="0 text files"):
+            script.load_documents(str(nothing))
+
+
+def test_proof_documents_are_whole_and_one_is_long():
+    documents = [to_documents({"input_ids": [1] * n})[0] for n in (900, 10, 300, 640, 200, 90, 5)]
+    chosen = [len(document["input_ids"]) for document in script.choose_proof_documents(documents, 1000)]
+    assert chosen == [640, 300, 10, 5]  # 900 is longer than two thirds of the row; 200 and 90 do not fit beside 940
+    assert sum(chosen) <= 1000
+    with pytest.raises(ValueError, match=r"shortest has 5 tokens, proof_tokens=6"):
+        script.choose_proof_documents(documents, 6)

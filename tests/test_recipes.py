@@ -1,0 +1,212 @@
+"""Every recipe is read by those who will read it; the quickstart runs, scaled down, with its own script and files."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import yaml
+from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
+from deepspeed.runtime import constants as deepspeed_keys
+from safetensors.torch import load_file
+
+from hf_cp.sequence.packing import PackingManifest
+from hf_cp.training.zero import ZERO_STAGES, complete_zero_config
+from tests.examples.launch import ROOT, Finished, accelerate_launch, load, run
+from tests.examples.tiny_quickstart import write_quickstart
+
+RECIPES = sorted(path for path in (ROOT / "recipes").iterdir() if path.is_dir())
+QUICKSTART = ROOT / "recipes" / "quickstart-cpu"
+SUMMARY_KEYS = (
+    "cp_size",
+    "ring_degree",
+    "ulysses_degree",
+    "zero_stage",
+    "tokens_per_row",
+    "loss_first_step_cp1",
+    "loss_first_step_cpN",
+    "grad_norm_cp1",
+    "grad_norm_cpN",
+    "worst_gradient_relative_error",
+    "eval_loss_before",
+    "eval_loss_after",
+    "eval_loss_drop_stderr",
+    "seconds_per_step",
+    "peak_memory_gib",
+)
+
+script = load("finetune_lora.py")
+every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
+
+
+@pytest.fixture(autouse=True)
+def _own_environment(monkeypatch):
+    """TrainingArguments writes settings for accelerate into the environment."""
+    monkeypatch.setattr("os.environ", script.os.environ.copy())
+
+
+def read_training(recipe: Path):
+    return script.parse_arguments([str(recipe / "train.yaml")])
+
+
+# Each file is read by its reader
+
+
+@every_recipe
+def test_folder_is_complete(recipe):
+    names = {path.name for path in recipe.iterdir()}
+    assert {"README.md", "accelerate.yaml", "deepspeed.json", "train.yaml"} <= names
+
+
+@every_recipe
+def test_accelerate_file(recipe):
+    config = load_config_from_file(str(recipe / "accelerate.yaml"))  # refuses keys that accelerate does not know
+    assert isinstance(config, ClusterConfig)
+    # Paths are relative to the root of the clone.
+    named = config.deepspeed_config["deepspeed_config_file"]
+    assert (ROOT / named).resolve() == (recipe / "deepspeed.json").resolve() and not Path(named).is_absolute()
+    settings, degrees, _ = read_training(recipe)
+    assert settings.expected_processes == config.num_processes
+    assert config.num_processes % (settings.cp_size or degrees.cp_size) == 0
+
+
+@every_recipe
+def test_deepspeed_file(recipe):
+    config = json.loads((recipe / "deepspeed.json").read_text())
+    known = {value for value in vars(deepspeed_keys).values() if isinstance(value, str)}
+    assert set(config) <= known | {"zero_optimization"}, "DeepSpeed ignores keys that it does not know"
+    settings, _, args = read_training(recipe)
+    assert config["zero_optimization"]["stage"] == settings.expected_zero_stage in ZERO_STAGES
+    assert config["gradient_clipping"] == args.max_grad_norm
+    assert config["communication_data_type"] == "fp32"
+    clipping = config["gradient_clipping"]
+    # Nothing is left to DeepSpeed's defaults: only the "auto" of the micro batch is filled in.
+    added = complete_zero_config(config, micro_batch_size=1, gradient_clipping=clipping)
+    assert added == ["train_micro_batch_size_per_gpu=1"]
+
+
+@every_recipe
+def test_training_file(recipe):
+    settings, degrees, args = read_training(recipe)
+    assert args.per_device_train_batch_size == 1
+    assert settings.proof_tokens <= settings.max_tokens
+    for key, value in yaml.safe_load((recipe / "train.yaml").read_text()).items():
+        owner = next(group for group in (settings, degrees, args) if hasattr(group, key))
+        found = getattr(owner, key)
+        read_as = {"report_to": []}.get(key, value)  # "none"
+        assert found == read_as or str(found) == str(read_as), key
+
+
+def test_a_key_that_nobody_reads_is_refused(tmp_path):
+    text = (QUICKSTART / "train.yaml").read_text().replace("max_tokens:", "max_token:")
+    (tmp_path / "train.yaml").write_text(text)
+    with pytest.raises(ValueError, match="max_token"):
+        read_training(tmp_path)
+
+
+def test_command_line_wins():
+    settings, degrees, args = script.parse_arguments(
+        [str(QUICKSTART / "train.yaml"), "--max_steps", "3", "--lora_r", "2", "--ring_degree", "2", "--bf16", "false"]
+    )
+    assert (settings.lora_r, degrees.ring_degree, args.max_steps, args.bf16) == (2, 2, 3, False)
+
+
+def test_quickstart_keeps_the_settings_that_were_measured():
+    settings, _, args = read_training(QUICKSTART)
+    assert (settings.lora_r, settings.lora_alpha, settings.lora_dropout, settings.max_tokens) == (16, 32, 0.0, 4096)
+    assert (args.learning_rate, args.max_steps, args.warmup_steps, args.bf16) == (2e-3, 8, 0, True)
+    assert args.lr_scheduler_type == "linear" and args.gradient_accumulation_steps == 1
+    assert settings.required_drop_stderr == 3.0
+
+
+# The quickstart, scaled down
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory) -> tuple[Path, list[str], Finished]:
+    folder = tmp_path_factory.mktemp("quickstart")
+    options = write_quickstart(folder)
+    return folder, options, launch(options)
+
+
+def launch(options: list[str]) -> Finished:
+    """What `make quickstart` runs, with other options. The first launch compiles DeepSpeed's extension."""
+    return accelerate_launch(
+        QUICKSTART / "accelerate.yaml", "finetune_lora.py", str(QUICKSTART / "train.yaml"), *options, timeout=500
+    )
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.timeout(600, func_only=False)
+def test_quickstart_runs(quickstart):
+    folder, _, finished = quickstart
+    assert finished.status == 0, finished.output
+    assert finished.output.count("PASSED") == 2  # the proof and the result
+    assert "2 processes (DEEPSPEED ZeRO-2), 2 share a row of up to 256 tokens: ring 2 x Ulysses 1" in finished.output
+    summary = json.loads((folder / "out" / "summary.json").read_text())
+    assert set(SUMMARY_KEYS) <= set(summary)
+    assert (summary["cp_size"], summary["ring_degree"], summary["ulysses_degree"]) == (2, 2, 1)
+    assert (summary["zero_stage"], summary["tokens_per_row"], summary["processes"]) == (2, 256, 2)
+    assert summary["loss_first_step_cpN"] == pytest.approx(summary["loss_first_step_cp1"], rel=1e-5)
+    assert summary["grad_norm_cpN"] == pytest.approx(summary["grad_norm_cp1"], rel=1e-4)
+    assert 0 < summary["worst_gradient_relative_error"] < 1e-4
+    assert summary["proof"]["num_parameters"] == 28 and len(summary["proof"]["document_lengths"]) > 1
+    drop = summary["eval_loss_before"] - summary["eval_loss_after"]
+    assert drop >= 3 * summary["eval_loss_drop_stderr"] > 0
+    assert abs(summary["eval_loss_before"] - math.log(257)) < 0.5  # an untrained model's loss
+    assert len(summary["peak_memory_gib"]) == 2 and all(0.1 < gib < 4 for gib in summary["peak_memory_gib"])
+    assert summary["steps"] == 6 and 0 < summary["seconds_per_step"] < 60
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.timeout(600, func_only=False)
+def test_quickstart_leaves_complete_files(quickstart):
+    folder, _, finished = quickstart
+    assert finished.status == 0, finished.output
+    out = folder / "out"
+    adapter = load_file(out / "adapter_model.safetensors")
+    assert len(adapter) == 28 and all(tensor.numel() and tensor.any() for tensor in adapter.values())
+    assert json.loads((out / "adapter_config.json").read_text())["r"] == 4
+    manifest = PackingManifest.load(out / "packing_manifest.json")
+    assert len(manifest.lengths) == 16 and max(manifest.row_tokens) <= 256
+    assert (out / "loss_curve.png").read_bytes().startswith(b"\x89PNG")
+    assert not list(out.glob("*.tmp")) and not list(out.glob("checkpoint-*"))
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_result_that_is_not_reached_fails(quickstart, tmp_path):
+    _, options, _ = quickstart
+    short = "--learning_rate 0 --max_steps 1 --proof_tokens 0".split()
+    finished = launch([*options, *short, "--output_dir", str(tmp_path / "out")])
+    assert finished.status != 0
+    assert "FAILED: held-out loss" in finished.output and "Proof: left out" in finished.output
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["eval_loss_before"] == summary["eval_loss_after"] and summary["loss_first_step_cp1"] is None
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ulysses_2_is_refused_with_the_reason_and_nothing_is_written(quickstart, tmp_path):
+    _, options, _ = quickstart
+    finished = launch([*options, "--ulysses_degree", "2", "--output_dir", str(tmp_path / "out")])
+    assert finished.status != 0
+    assert "ulysses_degree=2 does not divide the 3 query heads (K/V heads: 1)" in finished.output
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_one_process_is_refused(quickstart, tmp_path):
+    """Without the launcher the recipe's two processes do not run: no silent training on one."""
+    _, options, _ = quickstart
+    command = [str(ROOT / "examples" / "finetune_lora.py"), str(QUICKSTART / "train.yaml"), *options]
+    finished = run([*command, "--output_dir", str(tmp_path / "out")], timeout=200)
+    assert finished.status == 2 and "2 processes are expected, but 1 run together" in finished.output
+    assert "Traceback" not in finished.output and not (tmp_path / "out").exists()

@@ -1,0 +1,54 @@
+"""The two training examples run as their first lines say, and every way of launching prints the same losses."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.examples.launch import EXAMPLES, Finished, free_port, run, torchrun
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+
+def zero2(script: str, *options: str) -> Finished:
+    """The `accelerate launch` line of the examples, on a port of its own."""
+    launcher = ["--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    launcher += ["--use_deepspeed", "--zero_stage", "2", "--main_process_port", str(free_port())]
+    return run(["-m", "accelerate.commands.launch", *launcher, str(EXAMPLES / script), *options], timeout=300)
+
+
+def alone(script: str, *options: str) -> Finished:
+    return run([str(EXAMPLES / script), *options], timeout=300)
+
+
+def numbers(finished: Finished, pattern: str) -> list[float]:
+    found = [float(number) for number in re.findall(pattern, finished.output)]
+    assert found, finished.output[-4000:]
+    return found
+
+
+def test_accelerate_loop():
+    pattern = r"step \d+: loss (\d+\.\d+) over"
+    expected = numbers(alone("accelerate_loop.py", "--ring_degree", "1"), pattern)
+    assert len(expected) > 2 and expected[-1] < expected[0]
+    for name, finished in (("MULTI_CPU", torchrun("accelerate_loop.py")), ("DEEPSPEED", zero2("accelerate_loop.py"))):
+        assert numbers(finished, pattern) == pytest.approx(expected, abs=3e-5)
+        assert f"{name}, ContextParallelMesh(dp=1 x ring=2 x ulysses=1" in finished.output
+
+
+def test_trainer(tmp_path: Path):
+    pattern = r"evaluation loss (\d+\.\d+) -> \d"
+    last = r"evaluation loss \d+\.\d+ -> (\d+\.\d+)"
+    options = ["--max_steps", "3", "--output_dir", str(tmp_path)]
+    one = alone("trainer.py", "--ring_degree", "1", *options)
+    for name, finished in (
+        ("MULTI_CPU", torchrun("trainer.py", *options)),
+        ("DEEPSPEED", zero2("trainer.py", *options)),
+    ):
+        assert numbers(finished, pattern) == pytest.approx(numbers(one, pattern), abs=2e-4)
+        assert numbers(finished, last) == pytest.approx(numbers(one, last), abs=2e-3)
+        assert numbers(finished, last) < numbers(finished, pattern)
+        assert f"{name}, ContextParallelMesh(dp=1 x ring=2 x ulysses=1" in finished.output
+    assert (tmp_path / "model.safetensors").exists()

@@ -1,0 +1,246 @@
+"""The plugin in a custom loop without DeepSpeed: exact for every split, also in a short last window."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from hf_cp.config import ContextParallelConfig
+from hf_cp.models.patch import apply_context_parallel
+from hf_cp.training import ContextParallelPlugin
+from hf_cp.training.zero import check_batch_sizes, complete_zero_config, make_zero_config
+from tests.training.fixed_loss import LOSS_2, LOSS_4, make_document, make_fixed_loss_model
+from tests.training.loops import run_ddp_loop
+from tests.training.tiny import REF, STOCK, make_documents, make_model, relative
+
+RING2 = ContextParallelConfig(ring_degree=2)
+LENGTHS = (30, 21, 11, 17, 14, 9, 20, 3, 8, 2, 1, 6, 5)  # 5 rows of 32 tokens
+
+
+def by_hand(documents: list[dict], windows: list[list[int]], lr: float = 0.2) -> tuple[list[float], dict]:
+    """SGD on the token mean of each window, one document at a time, with nothing but torch and the untouched model."""
+    model, losses = make_model(), []
+    for window in windows:
+        count = sum(sum(label != -100 for label in documents[i]["labels"][1:]) for i in window)
+        total = torch.zeros((), dtype=torch.float64)
+        for i in window:
+            ids, labels = torch.tensor([documents[i]["input_ids"]]), torch.tensor(documents[i]["labels"])
+            logits = model(ids).logits[0]
+            if len(labels) > 1:
+                total = total + cross_entropy(logits[:-1], labels[1:], ignore_index=-100, reduction="sum")
+        (total / count).backward()
+        losses.append(float(total.detach()) / count)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= lr * parameter.grad
+        model.zero_grad()
+    return losses, dict(model.named_parameters())
+
+
+def windows_of(documents: list[dict], rows_per_step: int) -> list[list[int]]:
+    """The documents of every optimizer step, from the packing manifest."""
+    plugin = ContextParallelPlugin(REF)
+    plugin.accelerator(cpu=True)
+    rows = plugin.data_loader(documents, max_tokens=32, shuffle=False).manifest.rows
+    assert len(rows) == 5
+    return [sum(map(list, rows[start : start + rows_per_step]), []) for start in range(0, 5, rows_per_step)]
+
+
+@pytest.mark.parametrize("config", [REF, STOCK], ids=["our loss", "stock model"])
+def test_one_process_equals_single_documents(config):
+    """Packing and chunked loss change nothing (case B16); every other exactness test builds on this one."""
+    documents = make_documents(LENGTHS)
+    losses, parameters = by_hand(documents, windows_of(documents, 2))
+    record = run_ddp_loop(config, documents, 2)
+    tolerance = 1e-12 if config is REF else 1e-6
+    assert len(losses) == 3 and record.losses == pytest.approx(losses, rel=tolerance)
+    start = dict(make_model().named_parameters())
+    for name, parameter in parameters.items():
+        assert relative(record.parameters[name] - start[name], parameter - start[name]) < tolerance * 10
+
+
+SPLITS = [
+    ("world2", RING2),
+    ("world2", ContextParallelConfig(ulysses_degree=2)),
+    ("world4", ContextParallelConfig(ring_degree=2, ulysses_degree=2)),
+    ("world4", RING2),
+    ("world2", STOCK),
+]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("world", "config"), SPLITS, ids=["ring2", "ulysses2", "usp2x2", "dp2-ring2", "dp2"])
+def test_split_equals_one_process(request, world, config):
+    documents = make_documents(LENGTHS)
+    dp_size = int(world[-1]) // config.cp_size
+    reference = run_ddp_loop(REF, documents, 2 * dp_size, epochs=2)
+    tolerance = 1e-6 if config == STOCK else 1e-10
+    for record in request.getfixturevalue(world).run(run_ddp_loop, config, documents, 2, epochs=2):
+        assert record.losses == pytest.approx(reference.losses, rel=tolerance)
+        for name, gradient in reference.gradients[-1].items():
+            assert relative(record.gradients[-1][name], gradient) < tolerance
+        for name, parameter in reference.parameters.items():
+            assert relative(record.parameters[name], parameter) < tolerance
+
+
+def two_micro_steps(config: ContextParallelConfig) -> tuple[list[float], int]:
+    documents = [
+        make_document([LOSS_2] * 16, [True] * 6 + [False] * 10),
+        make_document([LOSS_4] * 16, [True] * 2 + [False] * 14),
+    ]
+    plugin = ContextParallelPlugin(config)
+    plugin.accelerator(cpu=True, gradient_accumulation_steps=2)
+    loader = plugin.data_loader(documents, max_tokens=16, shuffle=False)
+    model = apply_context_parallel(make_fixed_loss_model(), plugin.mesh)
+    ((batches, num_items),) = plugin.accumulation_windows(loader)
+    return [float(plugin.loss(model, batch, num_items=num_items).detach()) for batch in batches], plugin.rows_per_step
+
+
+@pytest.mark.distributed
+def test_c2_unequal_micro_steps(world2):
+    """6 targets of loss 2 and 2 of loss 4: 2.5, as the mean over ranks and micro-steps."""
+    results = world2.run(two_micro_steps, RING2)
+    assert sum(sum(losses) for losses, _ in results) / 4 == pytest.approx(2.5, rel=1e-12)
+    assert [rows for _, rows in results] == [2, 2]
+
+
+def windows(config: ContextParallelConfig) -> tuple[list[int], list[list[bool]], int]:
+    documents = make_documents([8] * 6, masked=0.0)
+    for document, count in zip(documents, (7, 5, 3, 1, 0, 0), strict=True):
+        document["labels"] = [label if i <= count else -100 for i, label in enumerate(document["labels"])]
+    plugin = ContextParallelPlugin(config)
+    accelerator = plugin.accelerator(cpu=True, gradient_accumulation_steps=2)
+    loader = plugin.data_loader(documents, max_tokens=8, shuffle=False)
+    model = apply_context_parallel(make_model(), plugin.mesh)
+    counts, synced = [], []
+    for batches, num_items in plugin.accumulation_windows(loader):
+        counts.append(num_items)
+        synced.append([])
+        for batch in batches:
+            synced[-1].append(accelerator.sync_gradients)
+            loss = plugin.loss(model, batch, num_items=num_items)
+            assert loss.requires_grad and bool(torch.isfinite(loss))
+    return counts, synced, plugin.rows_per_step
+
+
+@pytest.mark.distributed
+def test_c5_windows(world4):
+    """Targets are counted once; a short last window synchronises; a window without targets has a finite loss."""
+    for counts, synced, rows_per_step in world4.run(windows, RING2):
+        assert counts == [16, 0]
+        assert synced == [[False, True], [True]]
+        assert rows_per_step == 4
+
+
+def communicated_steps() -> list[int]:
+    """How many gradient buckets DDP reduces in each micro-step."""
+    plugin = ContextParallelPlugin(RING2)
+    accelerator = plugin.accelerator(cpu=True, gradient_accumulation_steps=3)
+    model = accelerator.prepare(apply_context_parallel(make_model(), plugin.mesh))
+    reduced = []
+
+    def hook(state, bucket):
+        reduced[-1] += 1
+        return torch.futures.collect_all([]).then(lambda _: bucket.buffer())
+
+    model.register_comm_hook(None, hook)
+    loader = plugin.data_loader(make_documents([16] * 4), max_tokens=16)
+    for batches, num_items in plugin.accumulation_windows(loader):
+        for batch in batches:
+            reduced.append(0)
+            accelerator.backward(plugin.loss(model, batch, num_items=num_items))
+    return reduced
+
+
+@pytest.mark.distributed
+def test_ddp_reduces_once_per_window(world2):
+    for reduced in world2.run(communicated_steps):
+        assert [count > 0 for count in reduced] == [False, False, True, True]
+
+
+def learning_rates() -> list[float]:
+    plugin = ContextParallelPlugin(RING2)
+    accelerator = plugin.accelerator(cpu=True)
+    model = apply_context_parallel(make_model(), plugin.mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    rates = []
+    for batches, num_items in plugin.accumulation_windows(plugin.data_loader(make_documents([16] * 3), max_tokens=16)):
+        for batch in batches:
+            accelerator.backward(plugin.loss(model, batch, num_items=num_items))
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        rates += scheduler.get_last_lr()
+    return rates
+
+
+@pytest.mark.distributed
+def test_schedulers_step_once_per_optimizer_step(world2):
+    """accelerate would step a prepared scheduler once per process."""
+    assert world2.run(learning_rates) == [[1 / 2, 1 / 3, 1 / 4]] * 2
+
+
+def test_order_of_calls():
+    plugin = ContextParallelPlugin(REF)
+    for use in (lambda: plugin.mesh, lambda: plugin.rows_per_step, lambda: next(plugin.accumulation_windows([]))):
+        with pytest.raises(RuntimeError, match="plugin.accelerator"):
+            use()
+
+
+# DeepSpeed configs (what they do is tested in test_zero.py)
+
+
+def test_zero_config():
+    config = make_zero_config(2, gradient_clipping=0.0, config={"zero_optimization": {"overlap_comm": False}})
+    assert config["zero_optimization"] == {"stage": 2, "overlap_comm": False}
+    assert config["communication_data_type"] == "fp32" and config["gradient_clipping"] == 0.0
+    assert config["train_batch_size"] == config["gradient_accumulation_steps"] == "auto"
+    assert config["train_micro_batch_size_per_gpu"] == 1
+    assert not {"mpu", "sequence_parallel_size", "data_parallel_size"} & set(config)
+
+
+def test_zero_config_from_file_is_not_changed(tmp_path):
+    path = tmp_path / "deepspeed.json"
+    path.write_text('{"zero_optimization": {"stage": 3}, "gradient_clipping": "auto"}')
+    assert make_zero_config(3, gradient_clipping=0.5, config=path)["gradient_clipping"] == 0.5
+    given = {"zero_optimization": {}}
+    before = copy.deepcopy(given)
+    make_zero_config(1, gradient_clipping=0.5, config=given)
+    assert given == before
+
+
+@pytest.mark.parametrize(
+    ("stage", "config", "message"),
+    [
+        (4, {}, "zero_stage=4"),
+        (2, {"zero_optimization": {"stage": 3}}, r"stage=3, but 2"),
+        (2, {"gradient_clipping": 1.0}, r"gradient_clipping=1.0, but 0.0"),
+        (2, {"sequence_parallel_size": 2}, "sequence_parallel_size=2"),
+        (2, {"tensor_parallel": {"autotp_size": 2}}, "autotp_size=2"),
+        (2, {"communication_data_type": "bf16"}, "communication_data_type='bf16'"),
+    ],
+)
+def test_zero_config_refuses(stage, config, message):
+    with pytest.raises(ValueError, match=message):
+        make_zero_config(stage, gradient_clipping=0.0, config=config)
+
+
+def test_d3_batch_sizes():
+    """W 4, GA 2: DeepSpeed's own number is 8; others are refused with both numbers."""
+    sizes = {"micro_batch_size": 1, "gradient_accumulation_steps": 2, "world_size": 4}
+    config: dict = {}
+    complete_zero_config(config, micro_batch_size=1, gradient_clipping=0.0)
+    check_batch_sizes(config, **sizes)
+    check_batch_sizes({"train_batch_size": 8, "gradient_accumulation_steps": 2}, **sizes)
+    for key, given, expected in (
+        ("train_batch_size", 4, 8),
+        ("gradient_accumulation_steps", 1, 2),
+        ("train_micro_batch_size_per_gpu", 2, 1),
+    ):
+        with pytest.raises(ValueError, match=rf"{key}={given}, but this run has {expected}"):
+            check_batch_sizes({key: given}, **sizes)

@@ -1,0 +1,204 @@
+"""Through DeepSpeed, in fp32, launched as a user does: the same updates for every ZeRO stage, and those of one
+process.
+
+Measured against one process in fp64: the error of two and of four processes must be that of one process in fp32.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.examples.launch import free_port, run
+from tests.training.fixed_loss import make_fixed_loss_model
+from tests.training.loops import run_ddp_loop
+from tests.training.tiny import REF, STOCK, Record, make_documents, make_model, make_trainer, relative, train
+from tests.training.zero_cases import LENGTHS
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+STAGES = (0, 1, 2, 3)
+
+
+def launch(folder: Path, processes: int) -> list[dict]:
+    """Runs zero_cases.py; only what it wrote counts, since DeepSpeed's processes do not always end with status 0."""
+    arguments = [
+        "--nproc_per_node",
+        str(processes),
+        "--master_port",
+        str(free_port()),
+        "-m",
+        "tests.training.zero_cases",
+    ]
+    finished = run(["-m", "torch.distributed.run", *arguments, str(folder)], timeout=400)
+    files = [folder / f"rank{rank}.pt" for rank in range(processes)]
+    assert all(file.exists() for file in files), finished.output[-6000:]
+    return [torch.load(file, weights_only=False) for file in files]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> list[dict]:
+    """Results of two processes that share every row; under `folder`, what they saved."""
+    folder = tmp_path_factory.mktemp("zero2")
+    return [result | {"folder": folder} for result in launch(folder, 2)]
+
+
+@pytest.fixture(scope="module")
+def two_pairs(tmp_path_factory) -> list[dict]:
+    return launch(tmp_path_factory.mktemp("zero4"), 4)
+
+
+@cache
+def trained(lora: bool = False, accumulation: int = 2, dtype: torch.dtype = torch.float64, max_grad_norm: float = 0.0):
+    return train(
+        REF,
+        make_documents(LENGTHS),
+        lora=lora,
+        gradient_accumulation_steps=accumulation,
+        dtype=dtype,
+        max_grad_norm=max_grad_norm,
+    )
+
+
+def update_error(parameters: dict[str, torch.Tensor], reference: Record, lora: bool = False) -> float:
+    start = make_model(lora=lora).state_dict()
+    return max(
+        relative(parameters[name].double() - start[name], reference.parameters[name] - start[name])
+        for name in reference.gradients[0]
+    )
+
+
+def check_run(result: dict, reference: Record, in_fp32: Record, *, lora: bool = False, stage: int = 2) -> None:
+    assert result["losses"] == pytest.approx(reference.losses, rel=1e-5)
+    if stage != 0:  # DeepSpeed reports no norm without ZeRO
+        assert result["grad_norms"] == pytest.approx(reference.grad_norms, rel=1e-4)
+    error = update_error(result["parameters"], reference, lora)
+    assert error < 1e-4
+    assert error < 1.5 * update_error(in_fp32.parameters, reference, lora) + 1e-7
+
+
+def test_d1_stages_agree(pair):
+    """Gradients 1 and 2 on two ranks, 3 targets, SGD with lr 1: w falls by exactly 1 in every stage."""
+    for result in pair:
+        for stage in STAGES:
+            assert torch.equal(result["line"][stage], torch.ones(4)), stage
+
+
+def test_d1_plugin_loop(pair):
+    reference = run_ddp_loop(REF, make_documents(LENGTHS), 2)
+    in_fp32 = run_ddp_loop(REF, make_documents(LENGTHS), 2, model=make_model(dtype=torch.float32))
+    for result in pair:
+        for stage in STAGES:
+            record = result["plugin"][stage]
+            assert record.losses == pytest.approx(reference.losses, rel=1e-5)
+            error = update_error(record.parameters, reference)
+            assert error < 1.5 * update_error(in_fp32.parameters, reference) + 1e-7
+            assert error < 1e-4
+
+
+def test_c2_unequal_micro_steps(pair):
+    """The step is that of one row with both documents: a mean of 2.5 over 8 targets."""
+    start = make_fixed_loss_model(torch.float32).lm_head.weight
+    for result in pair:
+        for loss, weight in result["unequal"].values():
+            assert loss == pytest.approx(2.5, rel=1e-6)
+            assert relative(weight - start, result["unequal"][2][1] - start) < 1e-5
+
+
+def test_d5_parameters_stay_equal(pair):
+    """After three Adam steps, bit for bit, in stages 0 and 2."""
+    for stage in (0, 2):
+        first, second = (result["adam"][stage].parameters for result in pair)
+        assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_trainer_on_one_shared_row(pair, lora):
+    for result in pair:
+        run = result["trainer_lora" if lora else "trainer"]
+        check_run(run, trained(lora), trained(lora, dtype=torch.float32), lora=lora)
+        assert run["type"] == "DeepSpeedEngine"
+        before, after = run["trainable"]  # case F2
+        assert before == after and len(before) > 10
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_trainer_in_other_stages(pair, stage):
+    for result in pair:
+        check_run(result["trainer_stages"][stage], trained(), trained(dtype=torch.float32), stage=stage)
+
+
+def test_trainer_on_two_rows(two_pairs):
+    """D3: DeepSpeed counts 1 x 2 x 4 samples a step, we count 1 x 2 x 2 rows."""
+    for result in two_pairs:
+        check_run(result["trainer"], trained(accumulation=4), trained(accumulation=4, dtype=torch.float32))
+        assert result["trainer"]["train_batch_size"] == 8
+        assert result["trainer"]["rows_per_step"] == 4
+
+
+def test_c8_clipping(two_pairs):
+    reference = trained(accumulation=4, max_grad_norm=0.1)
+    assert min(reference.grad_norms) > 0.2
+    for result in two_pairs:
+        assert result["clipped"]["grad_norms"] == pytest.approx(reference.grad_norms, rel=1e-4)
+        # a clipped update is small against the parameters: fp32 rounds it
+        assert update_error(result["clipped"]["parameters"], reference) < 1e-3
+
+
+def test_evaluation_inside_training(pair):
+    """eval_on_start measures the first weights, evaluate() after training the last ones; equal on both ranks."""
+    documents = make_documents(LENGTHS)
+    trainer = make_trainer(make_model(), REF, documents, eval_dataset=documents[:5])
+    first = trainer.evaluate()["eval_loss"]
+    for result in pair:
+        assert result["trainer"]["eval_losses"] == pair[0]["trainer"]["eval_losses"]
+        assert result["trainer"]["eval_losses"][0] == pytest.approx(first, rel=1e-6)
+        assert result["trainer"]["eval_loss"] < first
+
+
+def test_saved_adapter_is_complete_and_written_once(pair):
+    """Case F5 for ZeRO-2."""
+    folder = pair[0]["folder"] / "lora"
+    tensors = load_file(folder / "adapter_model.safetensors")
+    parameters = pair[0]["trainer_lora"]["parameters"]
+    assert len(tensors) == 28
+    for name, tensor in tensors.items():
+        assert torch.equal(
+            tensor, parameters[name.replace("lora_A.", "lora_A.default.").replace("lora_B.", "lora_B.default.")]
+        )
+    names = {path.name for path in folder.iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= names
+    assert not any(name.startswith(("model", "pytorch_model", "global_step", "rank")) for name in names)
+
+
+def test_saved_model_is_complete(pair):
+    tensors = load_file(pair[0]["folder"] / "full" / "model.safetensors")
+    parameters = pair[0]["trainer"]["parameters"]
+    assert all(torch.equal(tensors[name], parameter) for name, parameter in parameters.items())
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("contradiction", ("ValueError", "train_batch_size=1", "this run has 2")),
+        ("plugin_contradiction", ("ValueError", "train_batch_size=1", "this run has 2")),
+        ("bf16_without_zero", ("ValueError", "zero_stage=0", "bf16")),
+        ("evaluate_first", ("RuntimeError", "ZeRO stage 2", "eval_on_start=True")),
+        ("silently_ddp", ("RuntimeError", "MULTI_CPU", "ACCELERATE_USE_CPU=true switches DeepSpeed off")),
+        ("trainer_silently_ddp", ("RuntimeError", "MULTI_CPU", "ACCELERATE_USE_CPU=true switches DeepSpeed off")),
+    ],
+)
+def test_refusals(pair, case, words):
+    for result in pair:
+        message = result["refusals"][case]
+        assert all(word in message for word in words), message
+
+
+def test_stock_model_in_fp32_agrees():
+    """The reference of this file against the untouched model."""
+    stock = train(STOCK, make_documents(LENGTHS), gradient_accumulation_steps=2)
+    assert trained().losses == pytest.approx(stock.losses, rel=1e-6)

@@ -1,0 +1,237 @@
+"""What test_zero.py launches: one process of a DeepSpeed run. Writes what it computed to OUT/rank<r>.pt.
+
+    torchrun --standalone --nproc_per_node 2 -m tests.training.zero_cases OUT
+
+With 2 processes a row is shared by both; with 4 there are two such pairs. Everything is fp32, as ZeRO is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, GradientState
+from torch import nn
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from hf_cp.config import ContextParallelConfig
+from hf_cp.training import ContextParallelPlugin
+from tests.training.fixed_loss import LOSS_2, LOSS_4, make_document, make_fixed_loss_model
+from tests.training.loops import run_loop
+from tests.training.tiny import Record, make_documents, make_model, make_trainer
+
+LENGTHS = (30, 21, 11, 17, 14, 9, 20, 3, 8, 2, 1, 6, 5)  # 5 rows of 32 tokens
+RING2 = ContextParallelConfig(ring_degree=2)
+DEEPSPEED = {
+    "zero_optimization": {"stage": 2},
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "communication_data_type": "fp32",
+    "zero_allow_untested_optimizer": True,
+}
+
+
+def fresh_state() -> None:
+    """Forgets the run before: also its stage, which transformers would use for the next model's parameters."""
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    unset_hf_deepspeed_config()
+
+
+def whole_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Of every stage: ZeRO-3 keeps 1/W of each parameter."""
+    import deepspeed
+
+    is_sharded = any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+    whole = deepspeed.zero.GatheredParameters(list(model.parameters())) if is_sharded else contextlib.nullcontext()
+    with whole:
+        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+class Line(nn.Module):
+    """y = w x with x = rank + 1; its sum of token losses is y."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor, num_items_in_batch: int, **kwargs: Any) -> CausalLMOutputWithPast:
+        return CausalLMOutputWithPast(loss=(self.w * x).sum() / num_items_in_batch)
+
+
+def make_plugin(stage: int, accumulation: int = 1):
+    plugin = ContextParallelPlugin(RING2)
+    accelerator = plugin.accelerator(
+        gradient_accumulation_steps=accumulation, deepspeed_plugin=plugin.deepspeed_plugin(zero_stage=stage)
+    )
+    return plugin, accelerator
+
+
+def line_update(stage: int) -> torch.Tensor:
+    """D1: gradients 1 and 2 on the two ranks, 3 targets: w falls by (1 + 2) / 3."""
+    fresh_state()
+    model = Line()
+    plugin, accelerator = make_plugin(stage)
+    wrapped, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    batch = {"x": torch.tensor(float(dist.get_rank() % 2 + 1)), "shift_labels": torch.zeros(1, 3, dtype=torch.long)}
+    for batches, _ in plugin.accumulation_windows([batch]):
+        for micro_batch in batches:
+            accelerator.backward(plugin.loss(wrapped, micro_batch, num_items=3 * plugin.mesh.dp_size))
+        optimizer.step()
+        optimizer.zero_grad()
+    return 1.0 - whole_parameters(model)["w"]
+
+
+def plugin_loop(stage: int, accumulation: int = 2, **settings: Any) -> Record:
+    fresh_state()
+    model = make_model(dtype=torch.float32)
+    plugin, accelerator = make_plugin(stage, accumulation)
+    record = run_loop(plugin, accelerator, make_documents(LENGTHS), model=model, **settings)
+    return replace(record, gradients=[], parameters=whole_parameters(model))
+
+
+def unequal_micro_steps(stage: int) -> tuple[float, torch.Tensor]:
+    """C2: targets 6 of loss 2 and 2 of loss 4 in two micro-steps."""
+    documents = [
+        make_document([LOSS_2] * 16, [True] * 6 + [False] * 10),
+        make_document([LOSS_4] * 16, [True] * 2 + [False] * 14),
+    ]
+    fresh_state()
+    model = make_fixed_loss_model(torch.float32)
+    plugin, accelerator = make_plugin(stage, 2)
+    record = run_loop(plugin, accelerator, documents, model=model, max_tokens=16)
+    return record.losses[0], whole_parameters(model)["lm_head.weight"]
+
+
+def trainer_run(
+    folder: Path | None = None, *, stage: int = 2, lora: bool = False, accumulation: int = 2, **settings: Any
+) -> dict[str, Any]:
+    """Trains, evaluates and saves (into `folder`) through the Trainer."""
+    fresh_state()
+    model = make_model(lora=lora, dtype=torch.float32)
+    before = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    documents = make_documents(LENGTHS)
+    trainer = make_trainer(
+        model,
+        RING2,
+        documents,
+        eval_dataset=documents[:5],
+        deepspeed={**DEEPSPEED, "zero_optimization": {"stage": stage}},
+        gradient_accumulation_steps=accumulation,
+        eval_on_start=True,
+        eval_strategy="no",
+        **settings,
+    )
+    trainer.train()
+    eval_loss = trainer.evaluate()["eval_loss"]
+    if folder is not None:
+        trainer.save_model(str(folder))
+    log = trainer.state.log_history
+    return {
+        "losses": trainer.step_losses(),
+        "grad_norms": [entry["grad_norm"] for entry in log if "grad_norm" in entry],
+        "eval_losses": [entry["eval_loss"] for entry in log if "eval_loss" in entry],
+        "eval_loss": eval_loss,
+        "parameters": whole_parameters(model),
+        "trainable": (before, [name for name, p in model.named_parameters() if p.requires_grad]),
+        "train_batch_size": trainer.deepspeed.train_batch_size(),
+        "rows_per_step": trainer.get_total_train_batch_size(trainer.args),
+        "type": type(trainer.deepspeed).__name__,
+    }
+
+
+def refusals() -> dict[str, str]:
+    """Messages of what must not start."""
+
+    def message(function) -> str:
+        fresh_state()
+        try:
+            function()
+        except (ValueError, RuntimeError) as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing was raised"
+
+    def contradiction() -> None:
+        make_trainer(
+            make_model(dtype=torch.float32), RING2, make_documents([9]), deepspeed={**DEEPSPEED, "train_batch_size": 1}
+        )
+
+    def plugin_contradiction() -> None:
+        plugin = ContextParallelPlugin(RING2)
+        config = plugin.deepspeed_plugin(config={"train_batch_size": 1})
+        plugin.accelerator(deepspeed_plugin=config)
+
+    def bf16_without_zero() -> None:
+        plugin = ContextParallelPlugin(RING2)
+        plugin.accelerator(deepspeed_plugin=plugin.deepspeed_plugin(0), mixed_precision="bf16")
+
+    def evaluate_first() -> None:
+        documents = make_documents([9])
+        trainer = make_trainer(
+            make_model(dtype=torch.float32), RING2, documents, eval_dataset=documents, deepspeed=DEEPSPEED
+        )
+        trainer.evaluate()
+
+    def silently_ddp() -> None:
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+        try:
+            plugin = ContextParallelPlugin(RING2)
+            plugin.accelerator(deepspeed_plugin=plugin.deepspeed_plugin())
+        finally:
+            del os.environ["ACCELERATE_USE_CPU"]
+
+    def trainer_silently_ddp() -> None:
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+        try:
+            make_trainer(make_model(dtype=torch.float32), RING2, make_documents([9]), deepspeed=DEEPSPEED)
+        finally:
+            del os.environ["ACCELERATE_USE_CPU"]
+
+    cases = (
+        contradiction,
+        plugin_contradiction,
+        bf16_without_zero,
+        evaluate_first,
+        silently_ddp,
+        trainer_silently_ddp,
+    )
+    return {case.__name__: message(case) for case in cases}
+
+
+def two_processes(out: Path) -> dict[str, Any]:
+    return {
+        "line": {stage: line_update(stage) for stage in (0, 1, 2, 3)},
+        "plugin": {stage: plugin_loop(stage) for stage in (0, 1, 2, 3)},
+        "adam": {stage: plugin_loop(stage, optimizer="adam", lr=1e-2) for stage in (0, 2)},
+        "unequal": {stage: unequal_micro_steps(stage) for stage in (0, 2)},
+        "trainer": trainer_run(out / "full"),
+        "trainer_lora": trainer_run(out / "lora", lora=True),
+        "trainer_stages": {stage: trainer_run(stage=stage) for stage in (0, 1, 3)},
+        "refusals": refusals(),
+    }
+
+
+def four_processes(out: Path) -> dict[str, Any]:
+    return {"trainer": trainer_run(out / "full"), "clipped": trainer_run(out / "clipped", max_grad_norm=0.1)}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    out = Path(sys.argv[1])
+    results = two_processes(out) if os.environ["WORLD_SIZE"] == "2" else four_processes(out)
+    torch.save(results, out / f"rank{dist.get_rank()}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
