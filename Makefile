@@ -53,7 +53,7 @@ quickstart: $(DEMO) ## fine-tune a real model on two CPU processes and prove the
 	@# A run that was killed while DeepSpeed compiled leaves a lock on which the next one would wait for ever.
 	@find $(TORCH_EXTENSIONS_DIR) -name lock -type f -delete
 	@$(BIN)/python examples/prepare_quickstart.py
-	@$(RUN) $(BIN)/accelerate launch --config_file $(RECIPE)/accelerate.yaml \
+	@DS_ACCELERATOR=cpu $(RUN) $(BIN)/accelerate launch --config_file $(RECIPE)/accelerate.yaml \
 	examples/finetune_lora.py $(RECIPE)/train.yaml
 
 test: lint ## lint, then the whole test suite
