@@ -63,9 +63,8 @@ def check_request(*, model: Any, args: TrainingArguments | None, data_collator: 
     if own_rows:
         args = args or TrainingArguments()
         check_parallelism_config(args.parallelism_config)
-        checks = _argument_refusals(args, packed=data_collator.max_tokens is not None) + _other_refusals(
-            model, args, others
-        )
+        is_packed = data_collator.max_tokens is not None
+        checks = _row_refusals(args, packed=is_packed) + _loss_refusals(args) + _other_refusals(model, args, others)
         refusals = [check for check in checks if check.applies]
         if refusals:
             lines = [f"{r.setting}: {r.reason}\n    {r.change}" for r in refusals]
@@ -110,8 +109,8 @@ def _check_same_config(state: Any, collator_config: ContextParallelConfig) -> No
 _NO_LOGITS = "a rank has only parts of documents and no logits."
 
 
-def _argument_refusals(args: TrainingArguments, *, packed: bool) -> list[Refusal]:
-    """Training arguments that are refused, with whether they are set."""
+def _row_refusals(args: TrainingArguments, *, packed: bool) -> list[Refusal]:
+    """Training arguments about rows that are refused, with whether they are set."""
     micro, loading = args.per_device_train_batch_size, args.accelerator_config
     return [
         Refusal(
@@ -120,6 +119,36 @@ def _argument_refusals(args: TrainingArguments, *, packed: bool) -> list[Refusal
             "a micro-step is one packed row.",
             "Set it to 1; for more tokens a step raise max_tokens or gradient_accumulation_steps.",
         ),
+        Refusal(
+            args.auto_find_batch_size,
+            "auto_find_batch_size=True",
+            "memory is set by the tokens of a row, not by its number of features.",
+            "Set it to False and lower max_tokens.",
+        ),
+        Refusal(
+            args.train_sampling_strategy not in SAMPLING_STRATEGIES,
+            f"train_sampling_strategy={args.train_sampling_strategy!r}",
+            "the packed loader orders rows itself (documents of similar length share rows already).",
+            f"Choose one of {', '.join(SAMPLING_STRATEGIES)}.",
+        ),
+        Refusal(
+            bool(loading.dispatch_batches) or bool(loading.split_batches),
+            f"accelerator_config dispatch_batches={loading.dispatch_batches}, split_batches={loading.split_batches}",
+            "every rank makes its own shard of a row.",
+            "Leave both unset.",
+        ),
+        Refusal(
+            args.n_gpu > 1,
+            f"n_gpu={args.n_gpu}",
+            "DataParallel would split the row again.",
+            "Start one process per GPU.",
+        ),
+    ]
+
+
+def _loss_refusals(args: TrainingArguments) -> list[Refusal]:
+    """Training arguments about the loss and its precision that are refused, with whether they are set."""
+    return [
         Refusal(
             not args.average_tokens_across_devices,
             "average_tokens_across_devices=False",
@@ -145,34 +174,10 @@ def _argument_refusals(args: TrainingArguments, *, packed: bool) -> list[Refusal
             "Set it to False: the loss is chunked already (loss_chunk_tokens).",
         ),
         Refusal(
-            args.auto_find_batch_size,
-            "auto_find_batch_size=True",
-            "memory is set by the tokens of a row, not by its number of features.",
-            "Set it to False and lower max_tokens.",
-        ),
-        Refusal(
             args.fp16_full_eval or args.bf16_full_eval,
             f"fp16_full_eval={args.fp16_full_eval}, bf16_full_eval={args.bf16_full_eval}",
             "evaluation before and after training would cast the weights that training goes on with.",
             "Use bf16=True or fp16=True, or load the model in that type.",
-        ),
-        Refusal(
-            args.train_sampling_strategy not in SAMPLING_STRATEGIES,
-            f"train_sampling_strategy={args.train_sampling_strategy!r}",
-            "the packed loader orders rows itself (documents of similar length share rows already).",
-            f"Choose one of {', '.join(SAMPLING_STRATEGIES)}.",
-        ),
-        Refusal(
-            bool(loading.dispatch_batches) or bool(loading.split_batches),
-            f"accelerator_config dispatch_batches={loading.dispatch_batches}, split_batches={loading.split_batches}",
-            "every rank makes its own shard of a row.",
-            "Leave both unset.",
-        ),
-        Refusal(
-            args.n_gpu > 1,
-            f"n_gpu={args.n_gpu}",
-            "DataParallel would split the row again.",
-            "Start one process per GPU.",
         ),
     ]
 

@@ -333,3 +333,20 @@ def test_resume_in_the_middle_of_an_epoch(world2, tmp_path: Path):
     for parameters, resumed_log in world2.run(resume, str(tmp_path / "b"), 5, True):
         assert [e for e in resumed_log if "loss" in e] == [e for e in log if "loss" in e]
         assert all(torch.equal(parameters[name], parameter) for name, parameter in expected.items())
+
+
+def test_bf16_autocast(world2):
+    """bf16=True keeps fp32 weights and autocasts: the error is that of the stock model, not more."""
+    documents = make_documents([30, 21, 11, 17, 14, 9])
+    exact = train(REF, documents, max_steps=1).gradients[0]
+    settings = {"dtype": torch.float32, "bf16": True, "max_steps": 1}
+
+    def error(record) -> float:
+        gradients = record.gradients[0]
+        distance = sum(float((gradients[name].double() - exact[name]).square().sum()) for name in exact)
+        return (distance / sum(float(gradient.square().sum()) for gradient in exact.values())) ** 0.5
+
+    stock = error(train(STOCK, documents, **settings))
+    assert 1e-4 < stock < 0.1
+    for record in world2.run(train, RING2, documents, **settings):
+        assert error(record) < 2 * stock
