@@ -243,3 +243,14 @@ def test_reference_sees_only_visible_keys():
     out = reference_attention(zeros, zeros, values, values, (2, 3)).out
     assert out[:, 0, 0].tolist() == [0.0, 0.5, 2.0, 2.5, 3.0]
     assert visible((2, 3), window=2)[4].tolist() == [False, False, False, True, True]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ring_comm", RING_COMMS)
+def test_bf16_error_does_not_grow_with_eight_ranks(world1, world8, ring_comm):
+    rows, heads = (500, 140), (4, 2)
+    single = world1.run(errors, [Case(rows, *heads)], torch.bfloat16, rms_error)[0][0]
+    cases = [Case(rows, *heads, ring_degree=8, layout=layout, ring_comm=ring_comm) for layout in LAYOUTS]
+    for case, result in zip(cases, world8.run(errors, cases, torch.bfloat16, rms_error)[0], strict=True):
+        ratios = {name: result[name] / single[name] for name in Attention._fields}
+        assert max(ratios.values()) < 1.5, f"{case}: {ratios}"
