@@ -7,10 +7,13 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import typing
 from dataclasses import dataclass, field
 from math import gcd, lcm
+
+logger = logging.getLogger(__name__)
 
 LAYOUTS = ("auto", "document", "zigzag", "contiguous", "striped")
 RING_COMMS = ("auto", "p2p", "allgather", "exchange")
@@ -132,9 +135,9 @@ class ContextParallelConfig:
     ) -> ContextParallelConfig:
         """Chooses the degrees for `cp_size` processes from the heads of a Hugging Face model config.
 
-        `ulysses_degree` is the largest divisor of `cp_size` that divides the query heads and the K/V heads (no K/V
-        head has to be replicated) and, if given, `ranks_per_node` (its all-to-all stays inside a node); the ring takes
-        the rest.
+        Among the legal Ulysses degrees (they divide `cp_size`, the query heads and, if given, `ranks_per_node`; and
+        one of Ulysses degree and K/V heads divides the other) the one with which a rank sends least for one long
+        document; among equals the largest. The ring takes the rest. The choice and its alternatives are logged.
 
         Raises:
             ValueError: `cp_size` is not a positive integer.
@@ -142,8 +145,29 @@ class ContextParallelConfig:
         if not isinstance(cp_size, int) or cp_size < 1:
             raise ValueError(f"cp_size must be a positive integer, got {cp_size!r}. Use 1 for no context parallelism.")
         num_heads, num_kv_heads = head_counts(model_config)
-        ulysses_degree = gcd(cp_size, num_heads, num_kv_heads, ranks_per_node or cp_size)
-        return cls(ring_degree=cp_size // ulysses_degree, ulysses_degree=ulysses_degree, **kwargs)
+        sent = {
+            degree: _sent_elements(num_heads, num_kv_heads, cp_size // degree, degree)
+            for degree in _divisors(gcd(cp_size, num_heads, ranks_per_node or cp_size))
+            if num_kv_heads % degree == 0 or degree % num_kv_heads == 0
+        }
+        best = min(sent, key=lambda degree: (sent[degree], -degree))
+        logger.info(
+            "%d query and %d K/V heads over %d processes: ulysses_degree=%d, ring_degree=%d. Elements sent per token "
+            "and head dimension, by ulysses_degree: %s.",
+            num_heads, num_kv_heads, cp_size, best, cp_size // best, sent,
+        )  # fmt: skip
+        return cls(ring_degree=cp_size // best, ulysses_degree=best, **kwargs)
+
+
+def _sent_elements(num_heads: int, num_kv_heads: int, ring_degree: int, ulysses_degree: int) -> float:
+    """What a rank sends per local token and head dimension in a forward and backward pass, for one long document.
+
+    Ulysses: 2 passes of (2H + 2L) (u - 1) / u. Ring: R - 1 hops of 2L forward, and of 2L and 4L (fp32 gradients
+    counted as two 16-bit elements) backward. H are query heads, L = lcm(K/V heads, u).
+    """
+    kv_heads = lcm(num_kv_heads, ulysses_degree)
+    ulysses = 2 * (2 * num_heads + 2 * kv_heads) * (ulysses_degree - 1) / ulysses_degree
+    return ulysses + (ring_degree - 1) * 8 * kv_heads
 
 
 def head_counts(model_config: typing.Any) -> tuple[int, int]:

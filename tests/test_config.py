@@ -14,11 +14,24 @@ def heads(num_heads: int, num_kv_heads: int) -> SimpleNamespace:
 
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "cp_size", "ulysses_degree"),
-    [(6, 2, 4, 2), (28, 4, 4, 4), (7, 7, 4, 1), (9, 3, 2, 1), (9, 3, 6, 3), (32, 8, 16, 8), (8, 1, 4, 1)],
+    [
+        *((32, 32, 8, 8), (32, 8, 8, 8), (28, 4, 4, 4)),  # enough K/V heads: Ulysses alone
+        (32, 8, 16, 16),  # K/V heads replicated twice: still less than a ring of 2
+        *((64, 8, 4, 1), (32, 1, 8, 1), (8, 1, 4, 1)),  # few K/V heads: a ring alone
+        *((64, 8, 8, 8), (64, 8, 16, 16)),
+        *((6, 2, 4, 2), (9, 3, 6, 3), (9, 3, 2, 1), (7, 7, 4, 1)),  # heads that do not divide
+    ],
 )
-def test_auto_takes_the_largest_degree_that_divides_all_heads(num_heads, num_kv_heads, cp_size, ulysses_degree):
+def test_auto_sends_least(num_heads, num_kv_heads, cp_size, ulysses_degree):
     config = ContextParallelConfig.auto(cp_size, heads(num_heads, num_kv_heads))
     assert (config.ring_degree, config.ulysses_degree) == (cp_size // ulysses_degree, ulysses_degree)
+    check_heads(num_heads, num_kv_heads, config)
+
+
+def test_auto_says_why(caplog):
+    with caplog.at_level("INFO"):
+        ContextParallelConfig.auto(4, heads(8, 4))
+    assert "8 query and 4 K/V heads over 4 processes: ulysses_degree=4, ring_degree=1" in caplog.text
 
 
 def test_auto_keeps_ulysses_inside_a_node():

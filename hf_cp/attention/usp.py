@@ -54,6 +54,7 @@ def context_parallel_attention(
         ValueError: shapes, dtypes, heads, layout and mesh do not fit together, or the kernel cannot do what is asked.
             The check needs no communication, so every rank that is called alike raises alike.
     """
+    q, k, v = (_as_autocast(x) for x in (q, k, v))
     _check(q, k, v, mesh, layout)
     chosen = choose_kernel(kernel or mesh.config.kernel, q, v)
     plan = attention_plan(layout, causal=causal, window=window)
@@ -66,7 +67,15 @@ def context_parallel_attention(
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return ShardAttention.apply(q, k, v, engine, call)
 
-    return attend_by_heads(q, k, v, attend, mesh, config.head_chunks // gather_chunks)
+    with torch.autocast(q.device.type, enabled=False):  # sums stay in the accumulator's dtype
+        return attend_by_heads(q, k, v, attend, mesh, config.head_chunks // gather_chunks)
+
+
+def _as_autocast(x: torch.Tensor) -> torch.Tensor:
+    """As `scaled_dot_product_attention` does: RoPE leaves q and k in fp32 where v is in the autocast dtype already."""
+    device = x.device.type
+    is_eligible = torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype != torch.float64
+    return x.to(torch.get_autocast_dtype(device)) if is_eligible else x
 
 
 def choose_engine(ring_comm: str, plan: AttentionPlan) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from hf_cp.models.checks import check_model
 from hf_cp.models.loss import reduce_losses, token_losses
 from hf_cp.parallel.mesh import ContextParallelMesh
 from hf_cp.sequence.layout import SequenceLayout
+
+logger = logging.getLogger(__name__)
 
 # transformers takes other code paths for names with "flash", "sdpa", "flex" or "/" in them
 ATTENTION_NAME = "hf_cp_usp"
@@ -83,6 +86,11 @@ def apply_context_parallel(model: nn.Module, config_or_mesh: ContextParallelConf
         setattr(layer.self_attn, _STATE, state)
     base.forward = MethodType(_wrap_forward(state.forward), base)
     base.set_attn_implementation(ATTENTION_NAME)
+    if mesh.rank == 0:
+        logger.info(
+            "%s: %d processes share a row (%s), layout %s, ring_comm %s, kernel %s",
+            type(base).__name__, mesh.cp_size, mesh, config.resolved_layout, config.ring_comm, config.kernel,
+        )  # fmt: skip
     return model
 
 

@@ -243,3 +243,35 @@ def test_reference_sees_only_visible_keys():
     out = reference_attention(zeros, zeros, values, values, (2, 3)).out
     assert out[:, 0, 0].tolist() == [0.0, 0.5, 2.0, 2.5, 3.0]
     assert visible((2, 3), window=2)[4].tolist() == [False, False, False, True, True]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ring_comm", RING_COMMS)
+def test_bf16_error_does_not_grow_with_eight_ranks(world1, world8, ring_comm):
+    rows, heads = (500, 140), (4, 2)
+    single = world1.run(errors, [Case(rows, *heads)], torch.bfloat16, rms_error)[0][0]
+    cases = [Case(rows, *heads, ring_degree=8, layout=layout, ring_comm=ring_comm) for layout in LAYOUTS]
+    for case, result in zip(cases, world8.run(errors, cases, torch.bfloat16, rms_error)[0], strict=True):
+        ratios = {name: result[name] / single[name] for name in Attention._fields}
+        assert max(ratios.values()) < 1.5, f"{case}: {ratios}"
+
+
+def under_autocast() -> float:
+    """fp32 queries and keys with bf16 values, as a model under autocast has them; error against fp64."""
+    case = Case((30, 10), ring_degree=2, kernel="eager")
+    mesh, layout = ContextParallelMesh(case.config), SequenceLayout(case.doc_lengths, case.config)
+    row = random_row(40, 4, 2, 8, torch.bfloat16)
+    q, k, v, grad_out = (layout.shard(x, mesh.cp_rank) for x in row)
+    leaves = [x.requires_grad_() for x in (q.float(), k.float(), v)]
+    with torch.autocast("cpu", torch.bfloat16):
+        out = context_parallel_attention(*leaves, mesh=mesh, layout=layout)
+    assert out.dtype == torch.bfloat16
+    out.backward(grad_out)
+    expected = reference_attention(*(x.double() for x in row), case.doc_lengths)
+    local = (out.detach(), *(x.grad for x in leaves))
+    whole = [layout.unshard(gather_shards(x, mesh)) for x in local]
+    return max(rms_error(a.double(), e) for a, e in zip(whole, expected, strict=True))
+
+
+def test_autocast_decides_the_dtype_but_not_the_sums(world2):
+    assert max(world2.run(under_autocast)) < 3e-3  # one rounding to bf16; products in bf16 would give more

@@ -4,7 +4,6 @@ the formulas and the plan."""
 from __future__ import annotations
 
 from collections import Counter
-from math import lcm
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -14,8 +13,10 @@ import torch.distributed as dist
 
 from hf_cp.attention.kernels import CpuFlashKernel, EagerKernel
 from hf_cp.attention.usp import context_parallel_attention
+from hf_cp.config import ContextParallelConfig
 from hf_cp.parallel.collectives import BlockTransfer, Transfer
 from hf_cp.parallel.mesh import ContextParallelMesh
+from hf_cp.sequence.costs import AttentionShape, attention_flops, ring_bytes, ulysses_bytes
 from hf_cp.sequence.layout import SequenceLayout
 from hf_cp.sequence.plan import AttentionPlan
 from tests.attention.cases import Case, run_attention
@@ -67,21 +68,6 @@ def sent_bytes(case: Case, dtype: torch.dtype) -> Sent:
     return Sent(seen["ring"], seen["ulysses"], mesh.traffic.ring_bytes, mesh.traffic.ulysses_bytes)
 
 
-def ring_rows(case: Case, rank: int) -> tuple[int, int]:
-    """Rows of K/V, and rows of dK/dV, that ring rank `rank` sends; K/V travel twice (forward and backward)."""
-    plan = AttentionPlan(SequenceLayout(case.doc_lengths, case.config), window=case.window)
-    size = case.ring_degree
-    shared = [len(plan.shared_rows(r)) for r in range(size)]
-    others = [r for r in range(size) if r != rank]
-    if not plan.needs_traffic:
-        return 0, 0
-    if case.ring_comm == "p2p":  # it passes on every shard but the next rank's; sums start one rank later
-        return sum(shared) - shared[(rank + 1) % size], sum(shared) - shared[rank]
-    if case.ring_comm == "allgather":
-        return max(shared) * (size - 1), max(shared) * (size - 1)
-    return sum(len(plan.kv_rows(rank, r)) for r in others), sum(len(plan.kv_rows(r, rank)) for r in others)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ring_comm", ["p2p", "allgather", "exchange"])
 @pytest.mark.parametrize(
@@ -96,17 +82,26 @@ def test_bytes_equal_the_formulas(world4, ring, ulysses, chunks, layout, window,
         (40, 23, 7, 6), 8, 2, 8, ring, ulysses, layout, kernel, window=window,
         ring_comm=ring_comm, head_chunks=chunks, grad_comm_dtype=grad_comm_dtype,
     )  # fmt: skip
-    slots = SequenceLayout(case.doc_lengths, case.config).ring_shard_length
-    kv_heads, size = lcm(2, ulysses), dtype.itemsize
-    grad_size = 4 if grad_comm_dtype == "fp32" else size
+    layout = SequenceLayout(case.doc_lengths, case.config)
+    plan = AttentionPlan(layout, window=window)
+    shape = AttentionShape(8, 2, 8, dtype.itemsize, 4 if grad_comm_dtype == "fp32" else dtype.itemsize)
     for rank, sent in enumerate(world4.run(sent_bytes, case, dtype)):
-        kv_rows, grad_rows = ring_rows(case, rank // ulysses)
-        row = 2 * kv_heads // ulysses * 8  # elements of K and V in one slot
-        assert sent.ring == row * (2 * kv_rows * size + grad_rows * grad_size)
-        # q, k, v there and out back; the gradients the other way: all in the compute dtype
-        heads = 2 * 8 + 2 * kv_heads
-        assert sent.ulysses == 2 * (slots // ulysses) * heads * 8 * size * (ulysses - 1) // ulysses
+        assert sent.ring == sum(ring_bytes(shape, plan, rank // ulysses, ring_comm))
+        assert sent.ulysses == 2 * ulysses_bytes(shape, local_length=layout.local_length, ulysses_degree=ulysses)
         assert (sent.counted_ring, sent.counted_ulysses) == (sent.ring, sent.ulysses)
+
+
+def test_a_ring_over_one_zigzag_document_by_hand():
+    """4 ranks of 16 slots, 2 K/V heads of 8, bf16: 3 hops of 16 rows, 2 * 2 * 8 elements each; gradients in fp32."""
+    plan = AttentionPlan(SequenceLayout([64], ContextParallelConfig(4, layout="zigzag")))
+    shape = AttentionShape(8, 2, 8)
+    hop = 16 * 32
+    assert ring_bytes(shape, plan, 1, "p2p") == (3 * hop * 2, 3 * hop * 2 + 3 * hop * 4)
+    assert ring_bytes(shape, plan, 1, "allgather") == ring_bytes(shape, plan, 1, "p2p")
+    exchanged = [sum(ring_bytes(shape, plan, rank, "exchange")) for rank in range(4)]
+    assert sum(exchanged) == 0.75 * 4 * sum(ring_bytes(shape, plan, 1, "p2p"))
+    assert ulysses_bytes(shape, local_length=16, ulysses_degree=4) == 16 * 8 * (2 * 8 + 2 * 4) * 3 // 4 * 2
+    assert attention_flops(shape, plan.area(0)) == (4 * 8 * 8 * 520, 2.5 * 4 * 8 * 8 * 520)
 
 
 @pytest.mark.parametrize("ring_comm", ["p2p", "allgather", "exchange"])
