@@ -21,6 +21,7 @@ KERNELS = ("auto", "sdpa", "flash_attn", "eager")
 GRAD_COMM_DTYPES = ("fp32", "compute")
 
 ENV_PREFIX = "HF_CP_"
+IGNORE_INDEX = -100  # the label of a token without a target, as in PyTorch and transformers
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class ContextParallelConfig:
     grad_comm_dtype: str = field(
         default="fp32",
         metadata={
-            "help": "dK/dV on the ring axis' wires: fp32, or the compute dtype (half the bytes); summed in fp32.",
+            "help": "dK/dV on the ring axis: fp32, or the compute dtype (half the bytes, not p2p); summed in fp32.",
             "choices": list(GRAD_COMM_DTYPES),
         },
     )
@@ -85,10 +86,13 @@ class ContextParallelConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}. Use {name}=1 to leave it unused.")
-        if self.timeout_seconds is not None and not self.timeout_seconds > 0:
+        is_number = isinstance(self.timeout_seconds, int | float) and not isinstance(self.timeout_seconds, bool)
+        if self.timeout_seconds is not None and not (is_number and self.timeout_seconds > 0):
             raise ValueError(
                 f"timeout_seconds must be positive, got {self.timeout_seconds!r}. Use None for torch's default."
             )
+        if not isinstance(self.force, bool):
+            raise ValueError(f"force must be True or False, got {self.force!r}.")
         choices_of = {
             "layout": LAYOUTS,
             "ring_comm": RING_COMMS,
@@ -99,6 +103,11 @@ class ContextParallelConfig:
             value = getattr(self, name)
             if value not in choices:
                 raise ValueError(f"{name}={value!r} does not exist. Choose one of {', '.join(choices)}.")
+        if self.ring_comm == "p2p" and self.grad_comm_dtype == "compute":
+            raise ValueError(
+                "grad_comm_dtype='compute' with ring_comm='p2p' would round the sums of dK/dV at every hop.\n"
+                "  Use ring_comm='exchange' or 'allgather', which sum in fp32 at home, or grad_comm_dtype='fp32'."
+            )
 
     @property
     def cp_size(self) -> int:
@@ -137,7 +146,8 @@ class ContextParallelConfig:
 
         Among the legal Ulysses degrees (they divide `cp_size`, the query heads and, if given, `ranks_per_node`; and
         one of Ulysses degree and K/V heads divides the other) the one with which a rank sends least for one long
-        document; among equals the largest. The ring takes the rest. The choice and its alternatives are logged.
+        document over a relay ring; among equals the largest. The ring takes the rest. The choice and its alternatives
+        are logged.
 
         Raises:
             ValueError: `cp_size` is not a positive integer.

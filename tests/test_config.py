@@ -60,6 +60,9 @@ def test_kv_heads_need_not_divide(num_heads, num_kv_heads):
         ({"kernel": "flash"}, "kernel='flash' does not exist"),
         ({"ring_comm": "carrier-pigeon"}, "ring_comm='carrier-pigeon' does not exist"),
         ({"timeout_seconds": 0.0}, "timeout_seconds must be positive"),
+        ({"timeout_seconds": "90"}, "timeout_seconds must be positive, got '90'"),
+        ({"force": "false"}, "force must be True or False"),
+        ({"ring_comm": "p2p", "grad_comm_dtype": "compute"}, "would round the sums of dK/dV at every hop"),
     ],
 )
 def test_impossible_settings_are_refused(settings, message):

@@ -37,6 +37,10 @@ class Call(NamedTuple):
         """The kernel calls that compute `tiles`."""
         return plan_calls(tiles, self.kernel, self.device)
 
+    def on_device(self, rows: np.ndarray) -> torch.Tensor:
+        """Slot numbers where the tensors are; made once per schedule, since the copy waits for the device."""
+        return torch.from_numpy(rows).to(self.device)
+
     def schedule_key(self, engine: str) -> Hashable:
         """What an engine's schedule for a plan depends on."""
         return engine, self.mesh.ring_rank, self.kernel.name, self.device
@@ -87,9 +91,6 @@ class ShardAttention(torch.autograd.Function):
         return state.grad_q.to(q.dtype), grad_k, grad_v, None, None
 
 
-def rows_to_send(k: torch.Tensor, v: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
-    """Keys and values of some slots as one message, [rows, 2, G, D]."""
-    if len(rows) == len(k):
-        return torch.stack((k, v), dim=1)
-    index = torch.from_numpy(rows).to(k.device)
-    return torch.stack((k.index_select(0, index), v.index_select(0, index)), dim=1)
+def rows_to_send(k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Keys and values of the slots `rows` (int64, rising or repeated) as one message, [rows, 2, G, D]."""
+    return torch.stack((k.index_select(0, rows), v.index_select(0, rows)), dim=1)

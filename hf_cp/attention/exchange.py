@@ -13,23 +13,20 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hf_cp.attention.engine import Call
+from hf_cp.attention.engine import Call, rows_to_send
 from hf_cp.attention.kernels import TileGroup
 from hf_cp.attention.merge import accumulator_dtype
 from hf_cp.attention.tiles import TileBackward, TileForward
-from hf_cp.parallel.collectives import start_exchange
+from hf_cp.parallel.collectives import Transfer, start_exchange
 from hf_cp.sequence.plan import renumber_keys
 
 
 class ExchangeSchedule(NamedTuple):
     own_calls: list[TileGroup]
     calls: list[TileGroup]  # on the received rows
-    sent_rows: list[np.ndarray]  # own slots for each ring rank (none for this one), [R] of int64
+    sent_rows: torch.Tensor  # int64: own slots for each ring rank, one rank after the other
+    sent: list[int]  # rows to each ring rank, [R]
     received: list[int]  # rows from each ring rank, [R]
-
-    @property
-    def sent(self) -> list[int]:
-        return [len(rows) for rows in self.sent_rows]
 
 
 class Exchange:
@@ -56,18 +53,17 @@ class Exchange:
         state.add(kv[:, 0], kv[:, 1], visiting, schedule.calls)
         home = start_exchange(call.wire(visiting), call.mesh, sent=schedule.received, received=schedule.sent)
         state.add(k, v, grad_kv, schedule.own_calls)  # while they travel
-        for rows, part in zip(schedule.sent_rows, home.wait().split(schedule.sent), strict=True):
+        rows, parts = (x.split(schedule.sent) for x in (schedule.sent_rows, home.wait()))
+        for rank_rows, part in zip(rows, parts, strict=True):
             # one rank at a time: a row may be in several parts, and the order of the sum must not change
-            grad_kv[torch.from_numpy(rows).to(k.device)] += part
+            grad_kv.index_add_(0, rank_rows, part.to(grad_kv.dtype))
 
 
-def _start_fetch(k: torch.Tensor, v: torch.Tensor, schedule: ExchangeSchedule, call: Call):
+def _start_fetch(k: torch.Tensor, v: torch.Tensor, schedule: ExchangeSchedule, call: Call) -> Transfer | None:
     """Starts to send and receive rows; None where no document is on several ranks."""
     if not call.plan.needs_traffic:
         return None
-    rows = np.concatenate(schedule.sent_rows)
-    index = torch.from_numpy(rows).to(k.device)
-    message = torch.stack((k.index_select(0, index), v.index_select(0, index)), dim=1)
+    message = rows_to_send(k, v, schedule.sent_rows)
     return start_exchange(message, call.mesh, sent=schedule.sent, received=schedule.received)
 
 
@@ -85,7 +81,12 @@ def _schedule(call: Call) -> ExchangeSchedule:
             if other != rank
             for tile in renumber_keys(plan.tiles(rank, other), received[other])
         ]
-        own_tiles = call.plan_calls(plan.tiles(rank, rank))
-        return ExchangeSchedule(own_tiles, call.plan_calls(tiles), sent, [len(rows) for rows in received])
+        return ExchangeSchedule(
+            call.plan_calls(plan.tiles(rank, rank)),
+            call.plan_calls(tiles),
+            call.on_device(np.concatenate(sent)),
+            [len(rows) for rows in sent],
+            [len(rows) for rows in received],
+        )
 
     return plan.schedule(call.schedule_key("exchange"), make)

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch.nn.functional import pad
 
@@ -27,8 +26,8 @@ from hf_cp.parallel.collectives import Transfer, start_all_gather, start_exchang
 class GatherSchedule(NamedTuple):
     own_calls: list[TileGroup]
     calls: list[TileGroup]  # on the gathered rows
-    own_rows: np.ndarray  # int64: slots that are gathered
-    order: np.ndarray  # int64 [N]: place of every gathered row in [R * S]
+    own_rows: torch.Tensor  # int64: slots that are gathered
+    order: torch.Tensor  # int64 [N]: place of every gathered row in [R * S]
     rows_per_rank: int
 
 
@@ -58,8 +57,7 @@ class Gather:
         schedule, size = _schedule(call), call.mesh.ring_size
         fetched = _prefetch(k, v, self._groups(state.q, k), schedule, call)
         state.add(k, v, grad_kv, schedule.own_calls)
-        own_rows = torch.from_numpy(schedule.own_rows).to(k.device)
-        order = torch.from_numpy(schedule.order).to(k.device)
+        own_rows, order = schedule.own_rows, schedule.order
         for heads, kv in fetched:
             grad = torch.zeros_like(kv, dtype=accumulator_dtype(k.dtype))  # [N, 2, g, D]
             state.heads(heads.queries).add(kv[:, 0], kv[:, 1], grad, schedule.calls)
@@ -92,7 +90,6 @@ def _prefetch(
         padding = (0, 0) * (rows.ndim - 1) + (0, schedule.rows_per_rank - len(rows))
         return start_all_gather(pad(rows, padding), call.mesh)
 
-    order = torch.from_numpy(schedule.order).to(k.device)
     first = start(groups[0])
 
     def take() -> Iterator[tuple[Heads, torch.Tensor]]:
@@ -100,7 +97,7 @@ def _prefetch(
         for heads, following in zip(groups, [*groups[1:], None], strict=True):
             gathered = current.wait()
             current = start(following) if following is not None else None
-            yield heads, gathered.index_select(0, order)
+            yield heads, gathered.index_select(0, schedule.order)
 
     return take()
 
@@ -110,7 +107,12 @@ def _schedule(call: Call) -> GatherSchedule:
 
     def make() -> GatherSchedule:
         keys = plan.gathered(rank)
-        own_tiles, tiles = (call.plan_calls(t) for t in (keys.own_tiles, keys.tiles))
-        return GatherSchedule(own_tiles, tiles, plan.shared_rows(rank), keys.order, keys.rows_per_rank)
+        return GatherSchedule(
+            call.plan_calls(keys.own_tiles),
+            call.plan_calls(keys.tiles),
+            call.on_device(plan.shared_rows(rank)),
+            call.on_device(keys.order),
+            keys.rows_per_rank,
+        )
 
     return plan.schedule(call.schedule_key("allgather"), make)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from hf_cp.attention.engine import Call, rows_to_send
@@ -34,7 +33,7 @@ class RingStep(NamedTuple):
 
 class RingSchedule(NamedTuple):
     own_calls: list[TileGroup]
-    own_rows: np.ndarray  # int64: slots that travel
+    own_rows: torch.Tensor  # int64: slots that travel
     steps: list[RingStep]  # step s has the shard of rank r - s; the first is the own one, without tiles
 
 
@@ -71,7 +70,7 @@ class Ring:
                 grad_hop = start_hop(call.wire(visiting), call.mesh, received_rows=next_rows, tag=GRAD_TAG)
             kv = next_kv.wait() if next_kv is not None else None
         if grad_hop is not None:
-            grad_kv[torch.from_numpy(schedule.own_rows).to(k.device)] += grad_hop.wait()
+            grad_kv.index_add_(0, schedule.own_rows, grad_hop.wait())
 
 
 def _next(kv: torch.Tensor | None, step: int, schedule: RingSchedule, call: Call):
@@ -89,6 +88,6 @@ def _schedule(call: Call) -> RingSchedule:
         rows = [plan.shared_rows(source) for source in sources]
         tiles = [[], *(renumber_keys(plan.tiles(rank, s), r) for s, r in zip(sources[1:], rows[1:], strict=True))]
         steps = [RingStep(len(r), call.plan_calls(t)) for r, t in zip(rows, tiles, strict=True)]
-        return RingSchedule(call.plan_calls(plan.tiles(rank, rank)), rows[0], steps)
+        return RingSchedule(call.plan_calls(plan.tiles(rank, rank)), call.on_device(rows[0]), steps)
 
     return plan.schedule(call.schedule_key("p2p"), make)

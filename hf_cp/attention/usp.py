@@ -16,7 +16,7 @@ from hf_cp.attention.gather import Gather
 from hf_cp.attention.kernels import choose_kernel
 from hf_cp.attention.ring import Ring
 from hf_cp.attention.ulysses import attend_by_heads
-from hf_cp.config import check_heads
+from hf_cp.config import ContextParallelConfig, check_heads
 from hf_cp.parallel.mesh import ContextParallelMesh
 from hf_cp.sequence.layout import SequenceLayout
 from hf_cp.sequence.plan import AttentionPlan, attention_plan
@@ -38,8 +38,8 @@ def context_parallel_attention(
     """Exact attention of one packed row that is sharded over `mesh`; call it on every rank of the group.
 
     Args:
-        q (`torch.Tensor`): [n, H, D], the slots `layout.indices(mesh.cp_rank)` of the row, position embeddings
-        applied. k, v (`torch.Tensor`): [n, G, D]; query head h uses K/V head h // (H / G).
+        q (`torch.Tensor`): [n, H, D], the slots `layout.indices(mesh.cp_rank)` of the row, with position embeddings.
+        k, v (`torch.Tensor`): [n, G, D]; query head h uses K/V head h // (H / G).
         mesh (`ContextParallelMesh`): the processes.
         layout (`SequenceLayout`): the row; documents do not see each other.
         causal (`bool`): a token sees its document up to itself; else the whole document.
@@ -59,7 +59,7 @@ def context_parallel_attention(
     chosen = choose_kernel(kernel or mesh.config.kernel, q, v)
     plan = attention_plan(layout, causal=causal, window=window)
     config, scale = mesh.config, q.shape[-1] ** -0.5 if scale is None else scale
-    name = choose_engine(config.ring_comm, plan)
+    name = choose_engine(config, plan)
     gather_chunks = config.head_chunks if mesh.ulysses_size == 1 and name == "allgather" else 1
     engine = {"p2p": Ring, "exchange": Exchange, "allgather": partial(Gather, gather_chunks)}[name]()
     call = Call(mesh, plan, chosen, scale, q.device, q.dtype if config.grad_comm_dtype == "compute" else None)
@@ -78,16 +78,18 @@ def _as_autocast(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.get_autocast_dtype(device)) if is_eligible else x
 
 
-def choose_engine(ring_comm: str, plan: AttentionPlan) -> str:
-    """The engine that `auto` stands for: the same on every rank, since it follows from the plan alone.
+def choose_engine(config: ContextParallelConfig, plan: AttentionPlan) -> str:
+    """The engine that `auto` stands for: the same on every rank, since it follows from config and plan alone.
 
     `exchange` moves the fewest rows, but holds all that it receives at once. It is taken when that is no more than the
-    two shards which a relay holds, or when a window keeps it short; `p2p` otherwise.
+    two shards which a relay holds, when a window keeps it short, or when dK/dV shall travel in the compute dtype (a
+    relay would round their sums); `p2p` otherwise.
     """
-    if ring_comm != "auto":
-        return ring_comm
+    if config.ring_comm != "auto":
+        return config.ring_comm
     is_small = plan.num_shared_tokens <= 2 * plan.layout.ring_shard_length
-    return "exchange" if is_small or plan.window is not None else "p2p"
+    is_exchange = is_small or plan.window is not None or config.grad_comm_dtype == "compute"
+    return "exchange" if is_exchange else "p2p"
 
 
 def _check(

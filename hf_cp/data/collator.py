@@ -18,13 +18,14 @@ import logging
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 
-from hf_cp.config import ContextParallelConfig
-from hf_cp.data.documents import IGNORE_INDEX, OVERFLOWS, Document, PreparedDocuments, prepare_documents
+from hf_cp.config import IGNORE_INDEX, ContextParallelConfig
+from hf_cp.data.documents import OVERFLOWS, Document, PreparedDocuments, prepare_documents
 from hf_cp.parallel.mesh import ContextParallelMesh
 from hf_cp.sequence.layout import SequenceLayout
 
@@ -59,7 +60,7 @@ class PackedRow:
             layout=SequenceLayout([len(document) for document in documents], config),
         )
 
-    @property
+    @cached_property
     def digest(self) -> int:
         """A signed 64-bit hash of ids, labels, positions and layout: equal on all ranks that hold parts of one row."""
         digest = hashlib.blake2b(self.layout.digest.encode(), digest_size=8)
@@ -73,6 +74,7 @@ class PackedRow:
         def local(tensor: torch.Tensor, pad_value: int) -> torch.Tensor:
             return self.layout.shard(tensor, cp_rank, pad_value=pad_value).unsqueeze(0)
 
+        self.layout.row_digest = self.digest
         return {
             "input_ids": local(self.input_ids, pad_token_id),
             "position_ids": local(self.position_ids, 0),

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from hf_cp.config import IGNORE_INDEX
 from hf_cp.data.text import TEXT_COLUMNS, tokenize_feature
 from hf_cp.sequence.packing import DocumentCounts
 
-IGNORE_INDEX = -100
 OVERFLOWS = ("error", "truncate", "split", "drop")
 # TRL's names; 1 where a token carries loss.
 LOSS_MASK_COLUMNS = ("completion_mask", "assistant_masks")

@@ -245,12 +245,19 @@ class ContextParallelDataLoader(DataLoader):
     def _collate_rows(self, outcomes: list[RowOutcome]) -> dict[str, Any]:
         """Hands out a batch, after all ranks have said that they have theirs."""
         (outcome,) = outcomes
-        exchange_status(
-            "row", mesh=self._mesh, step=outcome.step, digest=outcome.digest, error=outcome.error, scope="cp"
+        layout = outcome.batch.get("hf_cp_layout") if outcome.batch is not None else None
+        longest = exchange_status(
+            "row",
+            mesh=self._mesh,
+            step=outcome.step,
+            digest=outcome.digest,
+            error=outcome.error,
+            scope="cp",
+            size=0 if layout is None else layout.local_length,
         )
         self._next_step = outcome.step + 1
-        if "hf_cp_layout" in outcome.batch:
-            outcome.batch["hf_cp_layout"].is_agreed = True  # the model need not compare again
+        if layout is not None:
+            layout.is_agreed, layout.lockstep_length = True, longest
         return outcome.batch
 
     def state_dict(self) -> dict[str, Any]:

@@ -10,6 +10,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hf_cp.config import IGNORE_INDEX
+
 TEXT_COLUMNS = ("messages", "prompt", "completion", "text")
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -75,7 +77,7 @@ def _from_completion(columns: Mapping[str, Any], tokenizer: Any, name: str) -> t
             f"{name}: the completion is empty (the prompt has {len(prompt)} tokens), so nothing would be learnt from "
             "it. Remove such features."
         )
-    return [*map(int, prompt), *map(int, completion)], [-100] * len(prompt) + [*map(int, completion)]
+    return [*map(int, prompt), *map(int, completion)], [IGNORE_INDEX] * len(prompt) + [*map(int, completion)]
 
 
 def _is_token_list(value: Any) -> bool:
@@ -100,7 +102,9 @@ def _from_chat(
     ids = list(encoded["input_ids"])
     if not assistant_only_loss:
         return ids, None
-    return ids, [token if spoken else -100 for token, spoken in zip(ids, encoded["assistant_masks"], strict=True)]
+    return ids, [
+        token if spoken else IGNORE_INDEX for token, spoken in zip(ids, encoded["assistant_masks"], strict=True)
+    ]
 
 
 def _check_marks_assistant(tokenizer: Any, tools: Any, name: str) -> None:

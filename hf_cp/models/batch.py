@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from hf_cp.parallel.collectives import gather_ints_over_cp
 from hf_cp.parallel.mesh import ContextParallelMesh
 from hf_cp.sequence.layout import SequenceLayout
+
+logger = logging.getLogger(__name__)
 
 
 def check_batch(
@@ -17,7 +21,10 @@ def check_batch(
     layout: SequenceLayout | None,
     mesh: ContextParallelMesh,
 ) -> None:
-    """Raises on every rank of the group if a rank's batch does not fit its layout, or if the ranks' rows differ.
+    """Raises if this rank's batch does not fit its layout; tells the group, and raises if the ranks' rows differ.
+
+    A row from the packed loader has been compared before and a batch without a layout comes from somewhere else: then
+    nothing is exchanged.
 
     Args:
         tokens (`torch.Tensor`): [1, n] ids or [1, n, hidden_size] embeddings.
@@ -30,9 +37,13 @@ def check_batch(
         RuntimeError: another rank's batch is at fault.
     """
     fault = _local_fault(tokens, attention_mask, labels, shift_labels, layout, mesh)
-    if fault is None and layout.is_agreed:
+    if layout is None or layout.is_agreed:  # nobody waits for this rank here
+        if fault is not None:
+            raise ValueError(fault)
         return
-    digest = int(layout.digest[:15], 16) if fault is None else 0
+    if fault is not None:
+        logger.error("cp_rank %d of %d: %s", mesh.cp_rank, mesh.cp_size, fault)  # in case that a peer never comes
+    digest = int(layout.digest[:15], 16) if layout.row_digest is None else layout.row_digest
     peers = gather_ints_over_cp([fault is not None, digest], mesh)
     if fault is not None:
         raise ValueError(fault)
@@ -44,8 +55,8 @@ def check_batch(
         )
     if len({digest for _, digest in peers}) > 1:
         raise ValueError(
-            f"The ranks of one context-parallel group hold different rows: layout digests by cp_rank are "
-            f"{[f'{digest:015x}' for _, digest in peers]}, here {layout}.\n"
+            f"The ranks of one context-parallel group hold different rows: their digests by cp_rank "
+            f"are {[f'{digest & (2**64 - 1):016x}' for _, digest in peers]}, here {layout}.\n"
             "  Every rank of a group must shard the same documents: use this package's loader, or one sampler seed "
             "for the group."
         )

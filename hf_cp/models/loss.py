@@ -15,14 +15,13 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from hf_cp.attention.merge import accumulator_dtype
+from hf_cp.config import IGNORE_INDEX
 from hf_cp.parallel.collectives import sum_over_cp
 from hf_cp.parallel.mesh import ContextParallelMesh
 
-IGNORE_INDEX = -100
-
 
 def token_losses(
-    hidden: torch.Tensor, lm_head: nn.Module, shift_labels: torch.Tensor, *, chunk_tokens: int
+    hidden: torch.Tensor, lm_head: nn.Module, shift_labels: torch.Tensor, *, num_chunks: int
 ) -> torch.Tensor:
     """Cross-entropy of every local token.
 
@@ -30,13 +29,14 @@ def token_losses(
         hidden (`torch.Tensor`): [n, hidden_size], the last hidden states.
         lm_head (`nn.Module`): maps hidden states to logits.
         shift_labels (`torch.Tensor`): int64 [n], the next token of each slot, -100 where there is no target.
-        chunk_tokens (`int`): slots whose logits exist at the same time.
+        num_chunks (`int`): calls of `lm_head`, the same on all ranks; logits of 1 / num_chunks of the slots exist at
+            the same time.
 
     Returns:
         `torch.Tensor` [n], fp32 (fp64 for an fp64 model), 0 where there is no target; it has a graph even if there is
         no target at all.
     """
-    chunks = zip(hidden.split(chunk_tokens), shift_labels.split(chunk_tokens), strict=True)
+    chunks = zip(hidden.tensor_split(num_chunks), shift_labels.tensor_split(num_chunks), strict=True)
     if not torch.is_grad_enabled():
         return torch.cat([_chunk_losses(h, labels, lm_head) for h, labels in chunks])
     return torch.cat([checkpoint(_chunk_losses, h, labels, lm_head, use_reentrant=False) for h, labels in chunks])

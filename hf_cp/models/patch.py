@@ -38,6 +38,17 @@ _STATE = "_hf_cp_state"
 
 
 @dataclass
+class ShardedLossOutput(CausalLMOutputWithPast):
+    """A patched model's output when labels are given: `logits` is `None`.
+
+    Args:
+        token_losses (`torch.Tensor`): [n], cross-entropy of each local slot, 0 where there is no target.
+    """
+
+    token_losses: torch.Tensor | None = None
+
+
+@dataclass
 class ContextParallelState:
     """What a patched model remembers."""
 
@@ -102,7 +113,7 @@ def remove_context_parallel(model: nn.Module) -> nn.Module:
     base = base_causal_lm(model)
     state.active = False  # for wrappers that hold on to the patched forward
     base.set_attn_implementation(state.attn_implementation)
-    if state.forward.__func__ is type(base).forward:
+    if getattr(state.forward, "__func__", None) is type(base).forward:
         del base.forward
     else:
         base.forward = state.forward
@@ -127,6 +138,21 @@ def context_parallel_disabled(model: nn.Module) -> Iterator[nn.Module]:
     finally:
         base.set_attn_implementation(ATTENTION_NAME)
         state.active = True
+
+
+def local_token_losses(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+    """Cross-entropy of each local slot of a collator's batch, [n]; of the whole row if the model is not patched.
+
+    Call it on every rank of the group.
+    """
+    state = context_parallel_state(model)
+    if state is not None and state.active:
+        return model(**batch, num_items_in_batch=1).token_losses
+    base = base_causal_lm(model)
+    inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
+    hidden = base.get_decoder()(**inputs, use_cache=False).last_hidden_state[0]
+    num_chunks = -(-len(hidden) // ContextParallelConfig().loss_chunk_tokens)
+    return token_losses(hidden, base.get_output_embeddings(), batch["shift_labels"][0], num_chunks=num_chunks)
 
 
 def context_parallel_state(model: nn.Module) -> ContextParallelState | None:
@@ -184,7 +210,7 @@ def _forward(
     num_items_in_batch: torch.Tensor | int | None = None,
     **kwargs: Any,
 ) -> CausalLMOutputWithPast:
-    """The model on this rank's shard, loss in chunks."""
+    """The model on this rank's shard, loss in chunks; logits of the shard if there are no labels."""
     tokens = kwargs.get("inputs_embeds") if input_ids is None else input_ids
     check_batch(tokens, attention_mask, labels, shift_labels, layout, state.mesh)
     if position_ids is None:
@@ -198,10 +224,10 @@ def _forward(
         outputs.last_hidden_state[0],
         model.get_output_embeddings(),
         shift_labels[0],
-        chunk_tokens=state.config.loss_chunk_tokens,
+        num_chunks=-(-layout.lockstep_length // state.config.loss_chunk_tokens),
     )
     loss = reduce_losses(losses, shift_labels, state.mesh, num_items_in_batch=num_items_in_batch)
-    return CausalLMOutputWithPast(loss=loss, hidden_states=outputs.hidden_states)
+    return ShardedLossOutput(loss=loss, hidden_states=outputs.hidden_states, token_losses=losses)
 
 
 def _attention(

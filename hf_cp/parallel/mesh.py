@@ -35,9 +35,8 @@ class ContextParallelMesh:
         rank, world_size (`int`): of the whole world.
         dp_rank, ring_rank, ulysses_rank, cp_rank (`int`): `cp_rank = ring_rank * ulysses_degree + ulysses_rank`.
         dp_size, ring_size, ulysses_size, cp_size (`int`): sizes of the axes.
-        dp_group, ring_group, ulysses_group, cp_group (`torch.distributed.ProcessGroup`): `None` where cp_size is 1
-        (but
-            `dp_group` is then the world, if there is one).
+        dp_group, ring_group, ulysses_group, cp_group (`torch.distributed.ProcessGroup`): `None` where cp_size is
+            1 (but `dp_group` is then the world, if there is one).
         status_group (`torch.distributed.ProcessGroup`): gloo over the world, for small host-side exchanges.
         traffic (`Traffic`): bytes that this process has sent, per axis.
 
@@ -63,7 +62,7 @@ class ContextParallelMesh:
         self.cp_rank = self.ring_rank * self.ulysses_size + self.ulysses_rank
         self.device_type = device_type or _default_device_type()
         self.dp_group = self.ring_group = self.ulysses_group = self.cp_group = self.status_group = None
-        if dist.is_initialized():
+        if dist.is_available() and dist.is_initialized():
             self._make_groups()
 
     def _place(self, ranks: Sequence | None) -> np.ndarray:
@@ -139,6 +138,6 @@ def _own_group(rank_lists: np.ndarray, timeout: timedelta, name: str) -> dist.Pr
 
 
 def _default_device_type() -> str:
-    if not dist.is_initialized() or dist.get_backend() == "gloo":
+    if dist.is_available() and dist.is_initialized() and dist.get_backend() == "gloo":
         return "cpu"
     return torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"

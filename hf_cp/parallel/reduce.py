@@ -2,7 +2,7 @@
 
 The numbers that every rank must agree on (targets in an accumulation window, the evaluation loss) are summed here, on
 the host and in a type that does not round them: int64 for counts, fp64 for losses. With one process nothing is
-    communicated.
+communicated.
 """
 
 from __future__ import annotations

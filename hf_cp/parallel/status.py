@@ -34,12 +34,14 @@ class Report:
         step (`int`): number of the micro-step; -1 while the loader is being made.
         digest (`int`): signed 64-bit hash of what must be equal among ranks.
         dp_rank (`int`): the context-parallel group that the rank is in.
+        size (`int`): local slots of its row.
     """
 
     status: Status
     step: int
     digest: int
     dp_rank: int
+    size: int
 
 
 def exchange_status(
@@ -51,10 +53,11 @@ def exchange_status(
     is_exhausted: bool = False,
     error: Exception | None = None,
     scope: str = "cp",
-) -> None:
+    size: int = 0,
+) -> int:
     """Tells every rank how this one is doing; returns if all are well and agree, else raises on all of them.
 
-    With one process nothing is communicated. Otherwise 4 integers are gathered; messages travel after an error.
+    With one process nothing is communicated. Otherwise 5 integers are gathered; messages travel after an error.
 
     Args:
         what (`str`): what `digest` is of, for messages ("row", "packing").
@@ -64,13 +67,17 @@ def exchange_status(
         is_exhausted (`bool`): this rank has no more rows.
         error (`Exception`, *optional*): what this rank's own work raised.
         scope (`str`): the digest must be equal within the context-parallel group (`"cp"`) or everywhere (`"world"`).
+        size (`int`): local slots of this rank's row.
+
+    Returns:
+        `int`: the largest `size` of any rank.
 
     Raises:
         RuntimeError: some rank had an error, or ranks are at different steps, or their digests differ.
         Exception: `error` itself, if every rank had the same one.
     """
     status = Status.ERROR if error is not None else Status.EXHAUSTED if is_exhausted else Status.OK
-    reports = _gather(Report(status, step, digest, mesh.dp_rank), mesh)
+    reports = _gather(Report(status, step, digest, mesh.dp_rank, size), mesh)
     if any(report.status == Status.ERROR for report in reports):
         _raise_error(error, what, step, mesh)
     expected = reports[0]
@@ -84,13 +91,14 @@ def exchange_status(
         peer = 0 if scope == "world" else next(r for r, other in enumerate(reports) if other.dp_rank == report.dp_rank)
         if report.digest != reports[peer].digest:
             _raise_difference(what, step, (peer, reports[peer]), (rank, report), scope)
+    return max(report.size for report in reports)
 
 
 def _gather(report: Report, mesh: ContextParallelMesh) -> list[Report]:
     """Every rank's report, in rank order."""
     if mesh.status_group is None:
         return [report]
-    own = torch.tensor([report.status, report.step, report.digest, report.dp_rank], dtype=torch.int64)
+    own = torch.tensor([report.status, report.step, report.digest, report.dp_rank, report.size], dtype=torch.int64)
     gathered = [torch.empty_like(own) for _ in range(mesh.world_size)]
     dist.all_gather(gathered, own, group=mesh.status_group)
     return [Report(Status(status), *rest) for status, *rest in (tensor.tolist() for tensor in gathered)]

@@ -59,7 +59,11 @@ class SequenceLayout:
         ring_shard_length (`int`): slots of one ring shard, `local_length * ulysses_degree`.
         cu_seqlens (`torch.Tensor`): int32 [num_docs + 1], global document borders, on the host.
         max_seqlen (`int`): the longest document.
+        row_digest (`int`, *optional*): set by the collator, a hash of the row's content; signed, 64 bits.
         is_agreed (`bool`): set by the packed loader once all ranks of the group are known to hold the same row.
+        lockstep_length (`int`): slots of the rank that has most of them; set by the packed loader where data-parallel
+            replicas have rows of other lengths, else `local_length`. What is done in chunks takes its number of chunks
+            from this, so that all ranks make the same module calls (ZeRO-3 gathers parameters in step).
         digest (`str`): the same on two ranks exactly if their layouts are the same.
 
     Raises:
@@ -75,6 +79,7 @@ class SequenceLayout:
                 raise ValueError(
                     f"Document {index} has {length} tokens; a document needs at least 1. Drop empty ones first."
                 )
+        self.row_digest: int | None = None
         self.is_agreed = False
         self.layout = config.resolved_layout
         self.ring_degree = config.ring_degree
@@ -84,6 +89,7 @@ class SequenceLayout:
         longest = int(_RULES[self.layout].shard_lengths(self).max())
         self.local_length = -(-longest // self.ulysses_degree)
         self.ring_shard_length = self.local_length * self.ulysses_degree
+        self.lockstep_length = self.local_length
 
     @property
     def cp_size(self) -> int:
@@ -110,7 +116,9 @@ class SequenceLayout:
     def segments(self, ring_rank: int) -> Segments:
         """The runs of tokens that ring shard `ring_rank` holds, in order."""
         if not 0 <= ring_rank < self.ring_degree:
-            raise ValueError(f"ring_rank={ring_rank} is outside of the ring of {self.ring_degree}.")
+            raise ValueError(
+                f"ring_rank={ring_rank} is outside of the ring of {self.ring_degree}. Use 0 to {self.ring_degree - 1}."
+            )
         return _RULES[self.layout].segments(self, ring_rank)
 
     def indices(self, cp_rank: int) -> torch.Tensor:
@@ -118,7 +126,7 @@ class SequenceLayout:
         if not 0 <= cp_rank < self.cp_size:
             raise ValueError(
                 f"cp_rank={cp_rank} is outside of the context-parallel group of {self.cp_size} "
-                f"(ring {self.ring_degree} x ulysses {self.ulysses_degree})."
+                f"(ring {self.ring_degree} x ulysses {self.ulysses_degree}). Use 0 to {self.cp_size - 1}."
             )
         ring_rank, ulysses_rank = divmod(cp_rank, self.ulysses_degree)
         doc, start, length, step = self.segments(ring_rank)
@@ -161,8 +169,8 @@ class SequenceLayout:
         """The whole row, out of the `cp_size` local tensors in rank order; padding is dropped."""
         if len(shards) != self.cp_size or any(t.shape[dim] != self.local_length for t in shards):
             raise ValueError(
-                f"Expected {self.cp_size} shards of {self.local_length} slots along dim {dim}, got "
-                f"{[t.shape[dim] for t in shards]}."
+                f"Expected {self.cp_size} shards of {self.local_length} slots along dim {dim}, got {len(shards)} of "
+                f"{sorted({t.shape[dim] for t in shards})} slots. Pass the local tensor of every cp_rank, in order."
             )
         local = torch.cat(list(shards), dim)
         return local.index_select(dim, torch.from_numpy(self.slots).to(local.device))

@@ -1,6 +1,6 @@
 """Which scores every ring rank computes, and which K/V rows they need: integers only, computed from the layout.
 
-Kernels, communication, telemetry and the planner all read the same plan.
+Kernels and communication both follow it.
 
 >>> from hf_cp.config import ContextParallelConfig
 >>> layout = SequenceLayout([8], ContextParallelConfig(ring_degree=2))  # shards [0, 1, 6, 7] and [2, 3, 4, 5]
@@ -17,6 +17,7 @@ True
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Hashable
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
@@ -33,9 +34,8 @@ class GatheredKeys(NamedTuple):
     """One rank's tiles when the shared rows of all shards lie in one buffer.
 
     Attributes:
-        order (`np.ndarray`): int64 [num_keys], for each slot of the buffer its place in the concatenated shared rows
-        of
-            all shards, each padded to `rows_per_rank`.
+        order (`np.ndarray`): int64 [num_keys], for each slot of the buffer its place in the concatenated shared
+            rows of all shards, each padded to `rows_per_rank`.
         rows_per_rank (`int`): shared rows of the rank that has most of them.
         own_tiles (`list[Tile]`): documents that are on this rank only; key slots count in the own shard.
         tiles (`list[Tile]`): the others; key slots count in the buffer.
@@ -188,5 +188,7 @@ def attention_plan(layout: SequenceLayout, *, causal: bool = True, window: int |
     plans = layout.__dict__.setdefault("_plans", {})
     key = (causal, window)
     if key not in plans:
-        plans[key] = AttentionPlan(layout, causal=causal, window=window)
+        own = copy.copy(layout)  # without its plans: a cycle would keep schedules on the device until a collection
+        del own.__dict__["_plans"]
+        plans[key] = AttentionPlan(own, causal=causal, window=window)
     return plans[key]

@@ -22,11 +22,11 @@ from dataclasses import dataclass
 import torch
 
 from hf_cp.data.loader import ContextParallelDataLoader
-from hf_cp.models.loss import token_losses
-from hf_cp.models.patch import base_causal_lm
+from hf_cp.models.patch import base_causal_lm, local_token_losses
 from hf_cp.parallel.mesh import ContextParallelMesh
 from hf_cp.parallel.reduce import sum_over_world
 from hf_cp.sequence.layout import SequenceLayout
+from hf_cp.sequence.packing import PackingManifest
 
 __all__ = ["DocumentLosses", "LossDrop", "document_losses"]
 
@@ -116,37 +116,56 @@ def document_losses(
         mesh (`ContextParallelMesh`): the loader's.
 
     Raises:
-        ValueError: the loader shuffles, so that its rows cannot be told apart.
+        ValueError: the loader shuffles rows, drops the last ones or has rows to skip, so that its rows are not all
+            those of the manifest, in order.
     """
-    if loader.batch_sampler.shuffle:
-        raise ValueError("The loader shuffles rows (shuffle=True), so its documents are unknown. Use shuffle=False.")
+    _check_loader(loader)
     manifest = loader.manifest
     sums = torch.zeros(len(manifest.lengths), dtype=torch.float64)
     targets = torch.zeros(len(manifest.lengths), dtype=torch.int64)
-    was_training = model.training
+    device, was_training = base_causal_lm(model).device, model.training
     model.eval()
-    for step, batch in enumerate(loader):
-        # A rank without a row (masked labels) joins in: ZeRO-3 gathers parameters in step.
-        losses = _local_token_losses(model, batch).double().cpu()
-        row = step * mesh.dp_size + mesh.dp_rank
-        if row < len(manifest.rows):
-            documents = torch.tensor(manifest.rows[row])
-            layout = SequenceLayout([manifest.lengths[document] for document in documents], mesh.config)
-            is_target = batch["shift_labels"][0].cpu() != IGNORED
-            slots = documents[layout.document_ids(mesh.cp_rank)[is_target]]
-            sums.index_add_(0, slots, losses[is_target])
-            targets.index_add_(0, slots, torch.ones_like(slots))
-    model.train(was_training)
+    try:
+        for step, batch in enumerate(loader):
+            batch = {name: x.to(device) if torch.is_tensor(x) else x for name, x in batch.items()}
+            # A rank without a row (masked labels) joins in: ZeRO-3 gathers parameters in step.
+            losses = local_token_losses(model, batch).double().cpu()
+            row = step * mesh.dp_size + mesh.dp_rank
+            if row < len(manifest.rows):
+                is_target = batch["shift_labels"][0].cpu() != IGNORED
+                slots = _documents_of_slots(batch, manifest, row, mesh)[is_target]
+                sums.index_add_(0, slots, losses[is_target])
+                targets.index_add_(0, slots, torch.ones_like(slots))
+    finally:
+        model.train(was_training)
     return DocumentLosses(
         tuple(sum_over_world(sums.tolist(), mesh=mesh)), tuple(sum_over_world(targets.tolist(), mesh=mesh))
     )
 
 
-def _local_token_losses(model: torch.nn.Module, batch: dict) -> torch.Tensor:
-    """Cross-entropy of every local slot, [n]."""
-    base = base_causal_lm(model)
-    inputs = {name: batch[name].to(base.device) for name in ("input_ids", "position_ids", "shift_labels")}
-    labels = inputs.pop("shift_labels")
-    split = {"hf_cp_layout": batch["hf_cp_layout"]} if "hf_cp_layout" in batch else {}
-    hidden = base.get_decoder()(**inputs, **split, use_cache=False).last_hidden_state
-    return token_losses(hidden[0], base.get_output_embeddings(), labels[0], chunk_tokens=1024)
+def _check_loader(loader: ContextParallelDataLoader) -> None:
+    """The loader must give every row of its manifest, in order: that is how a document is recognised."""
+    sampler, position = loader.batch_sampler, loader.state_dict()["next_step"]
+    if sampler.shuffle:
+        raise ValueError("The loader shuffles rows (shuffle=True), so its documents are unknown. Use shuffle=False.")
+    if sampler.drop_last:
+        raise ValueError(
+            f"The loader may drop some of its {len(loader.manifest.rows)} rows (drop_last=True), and with them "
+            "documents.\n  Use drop_last=False."
+        )
+    if position:
+        raise ValueError(
+            f"The loader stands at micro-step {position} of {len(loader)}: the documents before it would be missing.\n"
+            "  Call loader.skip(0) to start at the first row."
+        )
+
+
+def _documents_of_slots(
+    batch: dict, manifest: PackingManifest, row: int, mesh: ContextParallelMesh
+) -> torch.Tensor:  # int64 [n]
+    """For each local slot of a row, its document's number in the manifest (anything for padding)."""
+    documents = torch.tensor(manifest.rows[row])
+    layout = batch.get("hf_cp_layout")
+    if layout is None:  # whole rows
+        layout = SequenceLayout([manifest.lengths[document] for document in documents], mesh.config)
+    return documents[layout.document_ids(mesh.cp_rank)]

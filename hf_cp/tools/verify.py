@@ -8,7 +8,8 @@ One packed row is trained on twice, from the same parameters, with plain SGD:
 After the first backward pass every gradient of every trainable parameter is compared; after `steps` steps every update
 and every loss is compared. A trainable parameter that is all zeros is filled with seeded random numbers first: with
 LoRA's ordinary B = 0 every gradient of A is zero, and comparing zeros proves nothing. Dropout is off meanwhile. The
-parameters, gradients and modes that the model came with are put back exactly.
+parameters, gradients and modes that the model came with are put back exactly. All processes get the same report: of
+each number, that of the process that is farthest off.
 
 The reference shares no code with what is tested: its row is built here, from the documents, with a few lines.
 """
@@ -16,8 +17,6 @@ The reference shares no code with what is tested: its row is built here, from th
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,91 +28,12 @@ from hf_cp.data.collator import DataCollatorForContextParallel
 from hf_cp.models.patch import context_parallel_disabled, context_parallel_state
 from hf_cp.parallel.collectives import sum_over_cp
 from hf_cp.parallel.mesh import ContextParallelMesh
+from hf_cp.tools.verify_report import VerifyReport, gather_over_world, nan_last, worst_of_all_processes
 
 __all__ = ["VerifyReport", "verify_context_parallel"]
 
 IGNORED = -100
 ZERO_INIT_STD = 0.02  # spread of the random numbers that replace all-zero trainable parameters
-
-
-@dataclass(frozen=True)
-class VerifyReport:
-    """What both runs gave, and how far apart they are.
-
-    The relative error of a tensor is max|difference| / max|reference|.
-    """
-
-    cp_size: int
-    ring_degree: int
-    ulysses_degree: int
-    dtype: str
-    document_lengths: tuple[int, ...]
-    num_parameters: int
-    num_targets_cp1: int
-    num_targets_cpN: int
-    loss_cp1: float
-    loss_cpN: float
-    grad_norm_cp1: float
-    grad_norm_cpN: float
-    worst_gradient_relative_error: float
-    worst_gradient_name: str
-    step_losses_cp1: tuple[float, ...]
-    step_losses_cpN: tuple[float, ...]
-    worst_update_relative_error: float
-    worst_update_name: str
-    loss_tolerance: float
-    gradient_tolerance: float
-
-    @property
-    def rows(self) -> tuple[tuple[str, str, str, float, float], ...]:
-        """(what, cp 1, cp N, difference, allowed difference), one for each comparison."""
-        loss, gradient = self.loss_tolerance, self.gradient_tolerance
-        targets = abs(self.num_targets_cp1 - self.num_targets_cpN)
-        norms = _relative(self.grad_norm_cp1, self.grad_norm_cpN)
-        rows = [
-            ("targets", f"{self.num_targets_cp1:,}", f"{self.num_targets_cpN:,}", float(targets), 0.0),
-            ("gradient norm", f"{self.grad_norm_cp1:.7f}", f"{self.grad_norm_cpN:.7f}", norms, gradient),
-            (f"worst of {self.num_parameters} gradients", "", "", self.worst_gradient_relative_error, gradient),
-            ("worst parameter update", "", "", self.worst_update_relative_error, gradient),
-        ]
-        losses = zip(self.step_losses_cp1, self.step_losses_cpN, strict=True)
-        steps = [
-            (f"loss, step {i}", f"{a:.7f}", f"{b:.7f}", _relative(a, b), loss) for i, (a, b) in enumerate(losses, 1)
-        ]
-        return (rows[0], *steps, *rows[1:])
-
-    @property
-    def passed(self) -> bool:
-        """Whether every difference is within what is allowed; a NaN is not."""
-        return all(difference <= allowed for *_, difference, allowed in self.rows)
-
-    def to_json(self) -> str:
-        """All fields and the verdict as a JSON object."""
-        return json.dumps({**dataclasses.asdict(self), "passed": self.passed}, indent=2)
-
-    def table(self) -> str:
-        """The comparison as text, with the likely cause where it fails."""
-        lines = [
-            f"{len(self.document_lengths)} documents, {sum(self.document_lengths):,} tokens in one row, {self.dtype}; "
-            f"1 process against {self.cp_size} (ring {self.ring_degree} x Ulysses {self.ulysses_degree})",
-            f"{'':24}{'cp 1':>14}{f'cp {self.cp_size}':>14}{'difference':>12}{'allowed':>9}",
-        ]
-        for name, cp1, cpn, difference, allowed in self.rows:
-            mark = "ok" if difference <= allowed else "FAILED"
-            lines.append(f"{name:24}{cp1:>14}{cpn:>14}{difference:>12.1e}{allowed:>9.0e}  {mark}")
-        if self.passed:
-            return "\n".join([*lines, f"PASSED: {self.cp_size} processes compute what one process computes."])
-        return "\n".join([*lines, f"FAILED: worst gradient {self.worst_gradient_name}. {self._hint()}"])
-
-    def _hint(self) -> str:
-        """What a failure of this form usually is."""
-        ratio = self.grad_norm_cpN / self.grad_norm_cp1 if self.grad_norm_cp1 else math.nan
-        for factor, text in ((self.cp_size, "cp_size"), (1 / self.cp_size, "1/cp_size")):
-            if abs(ratio / factor - 1) < 1e-3:
-                return f"Gradients are {text} times too large: the loss is divided by the wrong number of targets."
-        if self.num_targets_cp1 != self.num_targets_cpN:
-            return "Targets were lost or counted twice: look at the labels and at the collator."
-        return f"Gradient norm ratio {ratio:.6f}: look at positions and labels, then at the attention's backward pass."
 
 
 def verify_context_parallel(
@@ -148,11 +68,11 @@ def verify_context_parallel(
     pair = _BothWays.of(model, documents)
     with _prepared(model, pair.parameters, seed):
         reference = _sgd(pair.one_process, pair.parameters, steps, learning_rate)
+        _check_equal_start(reference.losses[0], pair.mesh, loss_tolerance)
         split = _sgd(pair.group, pair.parameters, steps, learning_rate)
-    _check_equal_start(reference.losses[0], pair.mesh, loss_tolerance)
     gradient, gradient_name = _worst(reference.gradients, split.gradients)
     update, update_name = _worst(reference.updates, split.updates)
-    return VerifyReport(
+    report = VerifyReport(
         cp_size=pair.mesh.cp_size,
         ring_degree=pair.mesh.ring_size,
         ulysses_degree=pair.mesh.ulysses_size,
@@ -174,6 +94,7 @@ def verify_context_parallel(
         loss_tolerance=loss_tolerance,
         gradient_tolerance=gradient_tolerance,
     )
+    return worst_of_all_processes(report, list(pair.parameters), pair.mesh)
 
 
 @dataclass(frozen=True)
@@ -326,14 +247,9 @@ def _worst(reference: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -
     errors = {}
     for name, expected in reference.items():
         difference, size = float((found[name] - expected).abs().max()), float(expected.abs().max())
-        error = difference / size if size else math.inf if difference else 0.0
-        errors[name] = math.inf if math.isnan(error) else error
+        errors[name] = nan_last(difference / size if size else math.inf if difference else 0.0)
     name = max(errors, key=errors.__getitem__)
     return errors[name], name
-
-
-def _relative(reference: float, found: float) -> float:
-    return abs(found - reference) / abs(reference) if reference else abs(found - reference)
 
 
 def _check_parameters(parameters: dict[str, torch.nn.Parameter]) -> None:
@@ -356,11 +272,16 @@ def _check_parameters(parameters: dict[str, torch.nn.Parameter]) -> None:
 
 
 def _check_equal_start(loss: float, mesh: ContextParallelMesh, tolerance: float) -> None:
-    """The one-process loss must be the same in every process of the group, or they started from different models."""
-    mean = float(sum_over_cp(torch.tensor(loss, dtype=torch.float64, device=mesh.device_type), mesh)) / mesh.cp_size
-    if not _relative(mean, loss) <= tolerance:
-        raise RuntimeError(
-            f"The processes do not hold the same model: the one-process loss is {loss:.7f} on rank {mesh.rank} and "
-            f"{mean:.7f} on average over its group.\n"
-            "  Load the same weights everywhere and set the seed before adapters are made."
-        )
+    """The one-process loss must be the same in every process of a group, or they started from different models.
+
+    All processes look at the losses of all, so that all raise or none.
+    """
+    losses = [values[0] for values in gather_over_world([loss], mesh)]
+    for members in mesh.ranks.reshape(mesh.dp_size, -1).tolist():
+        group = [losses[rank] for rank in members]
+        if not max(group) - min(group) <= tolerance * abs(group[0]) or any(map(math.isnan, group)):
+            raise RuntimeError(
+                f"The processes do not hold the same model: the one-process loss of ranks {members} is "
+                f"{', '.join(f'{value:.7f}' for value in group)}.\n"
+                "  Load the same weights everywhere and set the seed before adapters are made."
+            )

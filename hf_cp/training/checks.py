@@ -35,21 +35,31 @@ def check_parallelism_config(parallelism_config: Any) -> None:
         )
 
 
+def is_fsdp_launched() -> bool:
+    """Whether `accelerate launch` (or an Accelerator of this process that was given a plugin) asks for FSDP."""
+    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+
+
 def check_launch(
-    accelerator: Accelerator, *, cp_size: int, deepspeed_requested: bool, mixed_precision: str | None = None
+    accelerator: Accelerator,
+    *,
+    cp_size: int,
+    deepspeed_requested: bool,
+    fsdp_requested: bool,
+    mixed_precision: str | None = None,
 ) -> None:
     """Compares the processes, the backend and the precision that `accelerator` runs with what was asked.
 
     Args:
         accelerator (`Accelerator`): as built.
         cp_size (`int`): processes that share one row; must divide the number of processes.
-        deepspeed_requested (`bool`): whether the caller asked for DeepSpeed.
+        deepspeed_requested, fsdp_requested (`bool`): whether the caller asked for DeepSpeed or FSDP.
         mixed_precision (`str`, *optional*): the precision that the caller asked for.
 
     Raises:
         ValueError: the number of processes is not a multiple of `cp_size`.
-        RuntimeError: the launcher started another number of processes, DeepSpeed is off although it was asked for, or
-            the precision is another one.
+        RuntimeError: the launcher started another number of processes, DeepSpeed or FSDP is off although it was asked
+            for, or the precision is another one.
     """
     running, launched = accelerator.num_processes, int(os.environ.get("WORLD_SIZE", "1"))
     if running != launched:
@@ -68,6 +78,13 @@ def check_launch(
             f"DeepSpeed was asked for, but accelerate runs {accelerator.distributed_type.value} with {running} "
             "process(es).\n"
             f"  {_deepspeed_hint()}"
+        )
+    if fsdp_requested and running > 1 and accelerator.distributed_type != DistributedType.FSDP:
+        raise RuntimeError(
+            f"FSDP was asked for, but accelerate runs {accelerator.distributed_type.value} with {running} "
+            "process(es).\n"
+            "  accelerate runs FSDP only on several GPUs: start one process per GPU with torchrun, or leave "
+            "fsdp_plugin (TrainingArguments: fsdp) out."
         )
     if mixed_precision is not None and accelerator.mixed_precision != mixed_precision:
         raise RuntimeError(

@@ -15,6 +15,7 @@ A loop (examples/accelerate_loop.py runs one):
     accelerator = plugin.accelerator(gradient_accumulation_steps=4, deepspeed_plugin=zero)
     model, optimizer = accelerator.prepare(apply_context_parallel(model, plugin.mesh), optimizer)
     loader = plugin.data_loader(documents, max_tokens=131_072)
+    plugin.seed_dropout(0)
     for batches, num_items in plugin.accumulation_windows(loader):
         for batch in batches:
             accelerator.backward(plugin.loss(model, batch, num_items=num_items))
@@ -43,7 +44,8 @@ from hf_cp.data.documents import IGNORE_INDEX
 from hf_cp.data.loader import ContextParallelDataLoader
 from hf_cp.parallel.mesh import ContextParallelMesh
 from hf_cp.parallel.reduce import sum_over_world
-from hf_cp.training.checks import check_launch, check_parallelism_config
+from hf_cp.training.checks import check_launch, check_parallelism_config, is_fsdp_launched
+from hf_cp.training.precision import check_gradient_precision, reduce_fsdp_in_fp32
 from hf_cp.training.zero import check_batch_sizes, check_precision, complete_zero_config, make_zero_config
 
 logger = get_logger(__name__)
@@ -64,6 +66,7 @@ class ContextParallelPlugin:
         self.config = config
         self._accelerator: Accelerator | None = None
         self._mesh: ContextParallelMesh | None = None
+        self._checked_model: torch.nn.Module | None = None
 
     def deepspeed_plugin(
         self, zero_stage: int = 2, *, gradient_clipping: float = 0.0, config: dict[str, Any] | str | Path | None = None
@@ -95,10 +98,10 @@ class ContextParallelPlugin:
         Raises:
             ValueError: the number of processes does not fit, accelerate's own cp/sp/tp sizes are not 1, or the
                 DeepSpeed config contradicts the run.
-            RuntimeError: fewer processes run than were launched, or DeepSpeed is silently off.
+            RuntimeError: fewer processes run than were launched, or DeepSpeed or FSDP is silently off.
         """
         check_parallelism_config(kwargs.get("parallelism_config"))
-        # DeepSpeed may be asked for by argument or, through `accelerate launch`, by environment
+        # DeepSpeed and FSDP may be asked for by argument or, through `accelerate launch`, by environment
         wants_deepspeed = (
             kwargs.get("deepspeed_plugin") is not None
             or kwargs.get("deepspeed_plugins") is not None
@@ -114,10 +117,15 @@ class ContextParallelPlugin:
             accelerator,
             cp_size=self.config.cp_size,
             deepspeed_requested=wants_deepspeed,
+            fsdp_requested=kwargs.get("fsdp_plugin") is not None or is_fsdp_launched(),
             mixed_precision=kwargs.get("mixed_precision"),
         )
         if accelerator.distributed_type == DistributedType.DEEPSPEED:
             self._check_deepspeed(accelerator)
+        if accelerator.distributed_type == DistributedType.FSDP:
+            before = reduce_fsdp_in_fp32(accelerator.state.fsdp_plugin)
+            if before is not None:
+                logger.info(f"FSDP reduces gradients in fp32 instead of {before}.")
         self._accelerator = accelerator
         self._mesh = ContextParallelMesh(self.config, device_type=accelerator.device.type)
         return accelerator
@@ -135,6 +143,9 @@ class ContextParallelPlugin:
     ) -> ContextParallelDataLoader:
         """Packs documents into rows and deals them to this rank.
 
+        The loader is registered with the accelerator: `save_state` and `load_state` keep its position, if the loaders
+        are made in the same order when resuming.
+
         Args:
             documents (sequence): features as [`DataCollatorForContextParallel`] reads them, the same on every rank.
             max_tokens (`int`): the longest row.
@@ -142,7 +153,7 @@ class ContextParallelPlugin:
             collator_kwargs: `overflow`, `tokenizer`, ... of [`DataCollatorForContextParallel`].
         """
         collator = DataCollatorForContextParallel(self.config, max_tokens=max_tokens, **collator_kwargs)
-        return ContextParallelDataLoader(
+        loader = ContextParallelDataLoader(
             documents,
             collator=collator,
             mesh=self.mesh,
@@ -151,6 +162,17 @@ class ContextParallelPlugin:
             drop_last=drop_last,
             num_workers=num_workers,
         )
+        return self._ready().prepare_data_loader(loader)  # registers it and returns it as it is
+
+    def seed_dropout(self, seed: int) -> None:
+        """Gives the ranks of a row different dropout masks; call it once before the loop, after the model is made.
+
+        After one seed everywhere, as is needed for equal weights, they would drop the same units of different tokens.
+
+        Args:
+            seed (`int`): the same on all ranks; this rank's random state is seeded with `seed + cp_rank`.
+        """
+        torch.manual_seed(seed + self.mesh.cp_rank)
 
     @property
     def mesh(self) -> ContextParallelMesh:
@@ -195,8 +217,14 @@ class ContextParallelPlugin:
         Returns:
             `torch.Tensor` [], with a graph also where every label is masked. Averaged over all ranks and micro-steps
             of the window (and divided by nothing else) it is the mean token loss.
+
+        Raises:
+            ValueError: gradients would be added up in 16 bits over the ranks of a row.
         """
         accelerator = self._ready()
+        if self._checked_model is not model:
+            check_gradient_precision(model, accelerator, cp_size=self.mesh.cp_size)
+            self._checked_model = model
         # DDP decides in the forward whether this backward will communicate; only the last one of a window has to.
         is_quiet = isinstance(model, DistributedDataParallel) and not accelerator.sync_gradients
         with model.no_sync() if is_quiet else contextlib.nullcontext():

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel, TrainingArguments
 from hf_cp.config import ContextParallelConfig
 from hf_cp.data.collator import DataCollatorForContextParallel
 from hf_cp.models.patch import context_parallel_state
-from hf_cp.training.checks import check_parallelism_config
+from hf_cp.training.checks import check_parallelism_config, is_fsdp_launched
+from hf_cp.training.precision import sixteen_bit_weights
 
 SAMPLING_STRATEGIES = ("random", "sequential")
 
@@ -65,6 +66,7 @@ def check_request(*, model: Any, args: TrainingArguments | None, data_collator: 
         check_parallelism_config(args.parallelism_config)
         is_packed = data_collator.max_tokens is not None
         checks = _row_refusals(args, packed=is_packed) + _loss_refusals(args) + _other_refusals(model, args, others)
+        checks.append(_gradient_refusal(model, args, data_collator.config))
         refusals = [check for check in checks if check.applies]
         if refusals:
             lines = [f"{r.setting}: {r.reason}\n    {r.change}" for r in refusals]
@@ -211,6 +213,19 @@ def _other_refusals(model: Any, args: TrainingArguments, others: dict[str, Any])
             "Pass model=apply_context_parallel(model, config).",
         ),
     ]
+
+
+def _gradient_refusal(model: Any, args: TrainingArguments, config: ContextParallelConfig) -> Refusal:
+    """DDP reduces gradients in the type of the weights, as does FSDP in a run without mixed precision."""
+    uses_fsdp = args.fsdp_plugin_args is not None or is_fsdp_launched()
+    is_safe = args.deepspeed_plugin is not None or (uses_fsdp and (args.bf16 or args.fp16))
+    names = sixteen_bit_weights(model) if config.cp_size > 1 and not is_safe else []
+    return Refusal(
+        bool(names),
+        f"{len(names)} trainable parameters in 16 bits" + (f" ({names[0]}, ...)" if names else ""),
+        f"the cp_size={config.cp_size} ranks of a row hold parts of one gradient, which must be added up in fp32.",
+        "Keep trainable weights in fp32 and set bf16=True; frozen weights may stay in 16 bits.",
+    )
 
 
 def _show(config: ContextParallelConfig) -> str:

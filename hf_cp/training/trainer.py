@@ -30,7 +30,8 @@ from hf_cp.data.loader import ContextParallelDataLoader
 from hf_cp.models.patch import context_parallel_state
 from hf_cp.parallel.mesh import ContextParallelMesh
 from hf_cp.parallel.reduce import sum_over_world
-from hf_cp.training.checks import check_launch, check_parallelism_config
+from hf_cp.training.checks import check_launch, check_parallelism_config, is_fsdp_launched
+from hf_cp.training.precision import reduce_fsdp_in_fp32
 from hf_cp.training.refusals import check_datasets, check_request
 from hf_cp.training.zero import check_batch_sizes, check_precision, complete_zero_config
 
@@ -54,7 +55,7 @@ class ContextParallelTrainerMixin:
 
     Raises:
         ValueError: collator, model and arguments do not fit each other; before anything is communicated or written.
-        RuntimeError: other processes run than were launched, or DeepSpeed is silently off.
+        RuntimeError: other processes run than were launched, or DeepSpeed or FSDP is silently off.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class ContextParallelTrainerMixin:
         self._cp_mesh = None if state is None else state.mesh
         self._eval_sums = torch.zeros(2, dtype=torch.float64)
         self._eval_steps = 0
-        self._eval_loaders: dict[str, ContextParallelDataLoader] = {}
+        self._eval_loaders: list[tuple[Any, ContextParallelDataLoader]] = []  # data set, its loader
         super().__init__(model=model, args=args, data_collator=data_collator, **kwargs)
         if isinstance(data_collator, DataCollatorForContextParallel):
             # our collator reads columns that no forward() takes: messages, prompt, seq_lengths, ...
@@ -95,9 +96,14 @@ class ContextParallelTrainerMixin:
             self.accelerator,
             cp_size=self._cp_config.cp_size,
             deepspeed_requested=self.args.deepspeed_plugin is not None,
+            fsdp_requested=self.args.fsdp_plugin_args is not None or is_fsdp_launched(),
         )
         if self.is_deepspeed_enabled:
             self._check_deepspeed()
+        if self.is_fsdp_enabled:
+            before = reduce_fsdp_in_fp32(self.accelerator.state.fsdp_plugin)
+            if before is not None:
+                logger.info(f"FSDP reduces gradients in fp32 instead of {before}.")
 
     def _check_deepspeed(self) -> None:
         config, args = self.accelerator.state.deepspeed_plugin.deepspeed_config, self.args
@@ -134,13 +140,21 @@ class ContextParallelTrainerMixin:
             return super().get_eval_dataloader(eval_dataset)
         if eval_dataset is None and self.eval_dataset is None:
             raise ValueError("There is no eval_dataset. Pass eval_dataset=... to evaluate.")
-        if eval_dataset is not None and not isinstance(eval_dataset, str):
-            return self._make_loader(eval_dataset, features_per_row=self.args.eval_batch_size)
-        key = eval_dataset or ""
-        if key not in self._eval_loaders:  # the Trainer's own data sets do not change: pack them once
-            dataset = self.eval_dataset[eval_dataset] if eval_dataset else self.eval_dataset
-            self._eval_loaders[key] = self._make_loader(dataset, features_per_row=self.args.eval_batch_size)
-        return self._eval_loaders[key]
+        if isinstance(eval_dataset, str):
+            eval_dataset = self.eval_dataset[eval_dataset]
+        elif eval_dataset is None:
+            eval_dataset = self.eval_dataset
+        # The Trainer's own data sets are packed once. They are told apart as objects: one that has been replaced is
+        # packed anew (and the reference that is kept here rules out that another object has taken its place).
+        own = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
+        self._eval_loaders = [pair for pair in self._eval_loaders if any(pair[0] is dataset for dataset in own)]
+        for known, loader in self._eval_loaders:
+            if known is eval_dataset:
+                return loader
+        loader = self._make_loader(eval_dataset, features_per_row=self.args.eval_batch_size)
+        if any(eval_dataset is dataset for dataset in own):
+            self._eval_loaders.append((eval_dataset, loader))
+        return loader
 
     def _make_loader(
         self, dataset: Dataset, *, features_per_row: int, shuffle: bool = False, drop_last: bool = False
@@ -197,8 +211,9 @@ class ContextParallelTrainerMixin:
                 (total,) = sum_over_world([logs["train_loss"]], mesh=self.cp_mesh)
                 logs["train_loss"] = total / self.cp_mesh.world_size
             for key in [key for key in logs if key.endswith("_steps_per_second") and key != "train_steps_per_second"]:
-                runtime = logs[key.replace("_steps_per_second", "_runtime")]
-                logs[key] = round(self._eval_steps / runtime, 3)
+                runtime = logs.get(key.removesuffix("_steps_per_second") + "_runtime")
+                if runtime is not None:  # else it is a user's own number
+                    logs[key] = round(self._eval_steps / runtime, 3)
         super().log(logs, start_time)
 
     # Evaluation: the mean over tokens, from sums

@@ -246,11 +246,15 @@ def test_reference_sees_only_visible_keys():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ring_comm", RING_COMMS)
-def test_bf16_error_does_not_grow_with_eight_ranks(world1, world8, ring_comm):
+@pytest.mark.parametrize(
+    ("ring_comm", "grad_comm_dtype"),
+    [*((e, "fp32") for e in RING_COMMS), ("exchange", "compute"), ("auto", "compute")],
+)
+def test_bf16_error_does_not_grow_with_eight_ranks(world1, world8, ring_comm, grad_comm_dtype):
     rows, heads = (500, 140), (4, 2)
     single = world1.run(errors, [Case(rows, *heads)], torch.bfloat16, rms_error)[0][0]
-    cases = [Case(rows, *heads, ring_degree=8, layout=layout, ring_comm=ring_comm) for layout in LAYOUTS]
+    settings = {"ring_degree": 8, "ring_comm": ring_comm, "grad_comm_dtype": grad_comm_dtype}
+    cases = [Case(rows, *heads, layout=layout, **settings) for layout in LAYOUTS]
     for case, result in zip(cases, world8.run(errors, cases, torch.bfloat16, rms_error)[0], strict=True):
         ratios = {name: result[name] / single[name] for name in Attention._fields}
         assert max(ratios.values()) < 1.5, f"{case}: {ratios}"

@@ -69,13 +69,15 @@ def sent_bytes(case: Case, dtype: torch.dtype) -> Sent:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("ring_comm", ["p2p", "allgather", "exchange"])
+@pytest.mark.parametrize(
+    ("ring_comm", "grad_comm_dtype"),
+    [("p2p", "fp32"), *((e, d) for e in ("allgather", "exchange") for d in ("fp32", "compute"))],
+)
 @pytest.mark.parametrize(
     ("ring", "ulysses", "chunks", "layout", "window"),
     [(4, 1, 1, "zigzag", None), (4, 1, 2, "document", None), (2, 2, 1, "document", None), (2, 2, 1, "contiguous", 5)]
     + [(1, 4, 1, "document", None), (2, 2, 1, "document", 64)],
 )
-@pytest.mark.parametrize("grad_comm_dtype", ["fp32", "compute"])
 def test_bytes_equal_the_formulas(world4, ring, ulysses, chunks, layout, window, ring_comm, dtype, grad_comm_dtype):
     kernel = "eager" if dtype == torch.bfloat16 and window == 5 else "sdpa"
     case = Case(

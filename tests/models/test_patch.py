@@ -1,14 +1,21 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_cp import ContextParallelConfig, apply_context_parallel, context_parallel_disabled, remove_context_parallel
-from hf_cp.models.patch import context_parallel_state
+from hf_cp import (
+    ContextParallelConfig,
+    DataCollatorForContextParallel,
+    apply_context_parallel,
+    context_parallel_disabled,
+    remove_context_parallel,
+)
+from hf_cp.models.patch import context_parallel_state, local_token_losses
 from hf_cp.parallel.mesh import ContextParallelMesh
 from hf_cp.sequence.layout import SequenceLayout
 from tests.attention.cases import gather_shards
@@ -266,6 +273,14 @@ def wrong_batches() -> None:
     expect(r"input_ids has shape \(2, 8\)", input_ids=good["input_ids"].repeat(2, 1))
     expect("not all ones", attention_mask=torch.tensor([[1] * 7 + [0]]))
     expect("sharded for ring x ulysses = 1 x 2", hf_cp_layout=SequenceLayout([16], ContextParallelConfig(1, 2)))
+    other_ids = Row([16], seed=rank).local_batch(layout, rank)  # equal lengths, other tokens
+    assert model(**other_ids).loss.isfinite()  # made by hand: only the layouts are compared
+    collate = DataCollatorForContextParallel(config, cp_rank=rank)
+    collated = [collate([{"input_ids": list(range(16))}]) for _ in range(2)]
+    collated[1]["hf_cp_layout"].row_digest += rank
+    assert model(**collated[0]).loss.isfinite()
+    with pytest.raises(ValueError, match="different rows"):
+        model(**collated[1])
     # at fault on one rank only: the other one is told
     if rank == 0:
         expect("input_ids has shape", input_ids=row.input_ids[None])
@@ -414,8 +429,52 @@ def test_heads_are_checked_before_the_world():
 def test_a_removed_model_can_be_collected():
     model = apply_context_parallel(tiny_model(), ContextParallelConfig(force=True))
     remove_context_parallel(model)
-    gone = []
-    weak = __import__("weakref").finalize(model, gone.append, True)
+    weak = weakref.ref(model)
     del model
     gc.collect()
-    assert gone and not weak.alive
+    assert weak() is None
+
+
+def calls_of_lm_head(lockstep_length: int | None) -> int:
+    """A short row; beside it another replica may have a longer one."""
+    config = ContextParallelConfig(ring_degree=2, loss_chunk_tokens=4)
+    model, row, layout = apply_context_parallel(tiny_model(), config), Row([8]), SequenceLayout([8], config)
+    if lockstep_length is not None:
+        layout.lockstep_length = lockstep_length
+    calls = []
+    model.lm_head.register_forward_hook(lambda module, args, output: calls.append(len(output)))
+    with torch.no_grad():
+        loss = model(**row.local_batch(layout, dist.get_rank())).loss
+    expected = tiny_model()(**row.whole_batch()).loss
+    assert abs(loss - expected) < 1e-6
+    return len(calls)
+
+
+@pytest.mark.distributed
+def test_a_short_row_calls_lm_head_as_often_as_the_longest(world2):
+    assert world2.run(calls_of_lm_head, None) == [1, 1]
+    assert world2.run(calls_of_lm_head, 23) == [6, 6]
+
+
+def test_token_losses_of_patched_and_untouched_models():
+    row = Row(LENGTHS)
+    config = ContextParallelConfig(force=True)
+    patched = local_token_losses(
+        apply_context_parallel(tiny_model(), config), row.local_batch(SequenceLayout(LENGTHS, config), 0)
+    )
+    untouched = local_token_losses(tiny_model(), row.whole_batch())
+    assert patched.shape == (sum(LENGTHS),) and torch.allclose(patched, untouched, atol=1e-12)
+    assert not patched[row.shift_labels == -100].any() and (patched[row.shift_labels != -100] > 0).all()
+
+
+def test_a_row_is_freed_with_its_plans():
+    """No cycle keeps schedules (index tensors on the device) until a garbage collection."""
+    layout = SequenceLayout([8], ContextParallelConfig(force=True))
+    model = apply_context_parallel(tiny_model(), ContextParallelConfig(force=True))
+    model(**Row([8]).local_batch(layout, 0)).loss.backward()
+    weak = weakref.ref(layout)
+    gc.disable()
+    del layout
+    gone = weak() is None
+    gc.enable()
+    assert gone

@@ -1,0 +1,75 @@
+"""Gradients are reduced in fp32.
+
+The ranks of one row hold parts of one gradient. Reducing them in 16 bits rounds every part and every partial sum, so
+the error would grow with cp_size. ZeRO is told by its config (zero.py). FSDP is told here. DDP reduces in the type of
+the weights: 16-bit trainable weights are refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import nn
+
+SIXTEEN_BITS = (torch.float16, torch.bfloat16)
+
+
+def reduce_fsdp_in_fp32(fsdp_plugin: Any) -> torch.dtype | None:
+    """Lets FSDP 1 or 2 sum gradients in fp32, in place, before the model is prepared.
+
+    accelerate makes the policy of a bf16 run reduce in bf16. Without a policy FSDP reduces in the type of the weights,
+    which [`check_gradient_precision`] looks at.
+
+    Args:
+        fsdp_plugin (`accelerate.FullyShardedDataParallelPlugin`): of the Accelerator's state.
+
+    Returns:
+        `torch.dtype`: the type that the policy would have reduced in (the compute type, if it names none); `None` if
+            nothing had to change.
+    """
+    policy = fsdp_plugin.mixed_precision_policy
+    if policy is None:
+        return None
+    before = policy.reduce_dtype or policy.param_dtype
+    if before not in SIXTEEN_BITS:
+        return None
+    fsdp_plugin.mixed_precision_policy = dataclasses.replace(policy, reduce_dtype=torch.float32)
+    return before
+
+
+def sixteen_bit_weights(model: nn.Module | None) -> list[str]:
+    """Names of the trainable parameters that are fp16 or bf16."""
+    if model is None:
+        return []
+    return [name for name, p in model.named_parameters() if p.requires_grad and p.dtype in SIXTEEN_BITS]
+
+
+def check_gradient_precision(model: nn.Module, accelerator: Accelerator, *, cp_size: int) -> None:
+    """Refuses a run that would reduce parts of a gradient in 16 bits.
+
+    Args:
+        model (`nn.Module`): the trained model, wrapped or not.
+        accelerator (`Accelerator`): that has prepared it.
+        cp_size (`int`): processes that share one row; at 1 there are no parts, and nothing is refused.
+
+    Raises:
+        ValueError: DDP, or FSDP without mixed precision, with 16-bit trainable parameters.
+    """
+    if cp_size == 1 or accelerator.distributed_type in (DistributedType.NO, DistributedType.DEEPSPEED):
+        return
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and plugin.mixed_precision_policy is not None:
+        return
+    names = sixteen_bit_weights(model)
+    if names:
+        raise ValueError(
+            f"{len(names)} trainable parameters are in 16 bits (the first is {names[0]}), and "
+            f"{accelerator.distributed_type.value} would add up their gradients in 16 bits over cp_size={cp_size} "
+            "ranks, which hold parts of one gradient.\n"
+            "  Keep trainable weights in fp32 and use mixed_precision='bf16' (bf16=True in TrainingArguments); frozen "
+            "weights may stay in 16 bits."
+        )
