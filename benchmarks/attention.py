@@ -120,10 +120,7 @@ def calls_alone(doc_lengths: list[int], mesh: ContextParallelMesh, args: argpars
     """This rank's own kernel calls, on local data."""
     layout, rank = SequenceLayout(doc_lengths, mesh.config), mesh.ring_rank
     plan = AttentionPlan(layout)
-    if mesh.config.ring_comm == "allgather":
-        tiles = plan.gathered(rank).tiles
-    else:
-        tiles = [tile for source in range(mesh.ring_size) for tile in plan.tiles(rank, source)]
+    tiles = [tile for source in range(mesh.ring_size) for tile in plan.tiles(rank, source)]
     return kernel_calls(tiles, layout.ring_shard_length, mesh.ulysses_size, args)
 
 

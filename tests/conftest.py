@@ -11,11 +11,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
 
 from tests.distributed.world import InProcessWorld, World
+
+# Shared machines stall for seconds; tests have time limits of their own.
+hypothesis.settings.register_profile("no_deadline", deadline=None)
+hypothesis.settings.load_profile("no_deadline")
 
 
 @pytest.fixture(autouse=True)

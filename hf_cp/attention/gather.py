@@ -1,4 +1,4 @@
-"""`allgather`: every rank gets the K/V of all documents that are on several ranks, in the order of the row.
+"""`allgather`: every rank gets the K/V of all documents that are on several ranks, at once.
 
 With the keys of a document side by side, a kernel that knows bands needs one call per run of queries and nothing has
 to be merged: the result is that of one process to the last bit of its softmax. Heads can be gathered in groups, the
@@ -27,7 +27,7 @@ class GatherSchedule(NamedTuple):
     own_calls: list[TileGroup]
     calls: list[TileGroup]  # on the gathered rows
     own_rows: torch.Tensor  # int64: slots that are gathered
-    order: torch.Tensor  # int64 [N]: place of every gathered row in [R * S]
+    order: torch.Tensor | None  # int64 [N]: place of every gathered row in [R * S]
     rows_per_rank: int
 
 
@@ -62,7 +62,9 @@ class Gather:
             grad = torch.zeros_like(kv, dtype=accumulator_dtype(k.dtype))  # [N, 2, g, D]
             state.heads(heads.queries).add(kv[:, 0], kv[:, 1], grad, schedule.calls)
             rows = schedule.rows_per_rank
-            parts = grad.new_zeros(size * rows, *grad.shape[1:]).index_copy_(0, order, grad)
+            parts = grad
+            if order is not None:
+                parts = grad.new_zeros(size * rows, *grad.shape[1:]).index_copy_(0, order, grad)
             home = start_exchange(call.wire(parts), call.mesh, sent=[rows] * size, received=[rows] * size)
             total = home.wait().view(size, rows, *grad.shape[1:]).sum(0, dtype=grad.dtype)
             grad_kv[own_rows, :, heads.kv] += total[: len(own_rows)]
@@ -87,8 +89,8 @@ def _prefetch(
 
     def start(heads: Heads) -> Transfer:
         rows = rows_to_send(k[:, heads.kv], v[:, heads.kv], schedule.own_rows)
-        padding = (0, 0) * (rows.ndim - 1) + (0, schedule.rows_per_rank - len(rows))
-        return start_all_gather(pad(rows, padding), call.mesh)
+        missing = schedule.rows_per_rank - len(rows)
+        return start_all_gather(pad(rows, (0, 0) * 3 + (0, missing)) if missing else rows, call.mesh)
 
     first = start(groups[0])
 
@@ -97,7 +99,7 @@ def _prefetch(
         for heads, following in zip(groups, [*groups[1:], None], strict=True):
             gathered = current.wait()
             current = start(following) if following is not None else None
-            yield heads, gathered.index_select(0, schedule.order)
+            yield heads, gathered if schedule.order is None else gathered.index_select(0, schedule.order)
 
     return take()
 
@@ -106,12 +108,12 @@ def _schedule(call: Call) -> GatherSchedule:
     plan, rank = call.plan, call.mesh.ring_rank
 
     def make() -> GatherSchedule:
-        keys = plan.gathered(rank)
+        keys = plan.gathered(rank, by_row=call.kernel.bands)
         return GatherSchedule(
             call.plan_calls(keys.own_tiles),
             call.plan_calls(keys.tiles),
             call.on_device(plan.shared_rows(rank)),
-            call.on_device(keys.order),
+            None if keys.order is None else call.on_device(keys.order),
             keys.rows_per_rank,
         )
 

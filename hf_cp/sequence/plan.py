@@ -34,14 +34,14 @@ class GatheredKeys(NamedTuple):
     """One rank's tiles when the shared rows of all shards lie in one buffer.
 
     Attributes:
-        order (`np.ndarray`): int64 [num_keys], for each slot of the buffer its place in the concatenated shared
-            rows of all shards, each padded to `rows_per_rank`.
+        order (`np.ndarray`, *optional*): int64 [num_keys], for each slot of the buffer its place in what was gathered:
+            the shared rows of all shards, each padded to `rows_per_rank`. `None` where the buffer is just that.
         rows_per_rank (`int`): shared rows of the rank that has most of them.
-        own_tiles (`list[Tile]`): documents that are on this rank only; key slots count in the own shard.
+        own_tiles (`list[Tile]`): on this rank's own keys; key slots count in the own shard.
         tiles (`list[Tile]`): the others; key slots count in the buffer.
     """
 
-    order: np.ndarray
+    order: np.ndarray | None
     rows_per_rank: int
     own_tiles: list[Tile]
     tiles: list[Tile]
@@ -119,36 +119,37 @@ class AttentionPlan:
         """Tokens of the documents that are on more than one ring rank."""
         return int(np.asarray(self.layout.doc_lengths)[self._ranks_of_document > 1].sum())
 
-    def gathered(self, ring_rank: int) -> GatheredKeys:
-        """The tiles of `ring_rank` on the shared rows of all shards.
+    def gathered(self, ring_rank: int, *, by_row: bool) -> GatheredKeys:
+        """The tiles of `ring_rank` when the shared rows of all shards are gathered.
 
-        Keys are in the order of the row, so that a run of queries needs one tile; in the `striped` layout, whose
-        queries are not neighbours, they stay in the order of the shards.
+        Args:
+            ring_rank (`int`): whose queries.
+            by_row (`bool`): put the keys in the order of the row, so that a run of queries needs one tile, which pays
+            for
+                kernels with bands. Otherwise (and in the `striped` layout, whose queries are not neighbours) they stay
+                as they arrive, and own keys are used where they are.
         """
         shared = [self.shared_rows(rank) for rank in range(self.layout.ring_degree)]
         most = max(len(rows) for rows in shared)
-        places = np.concatenate([rank * most + np.arange(len(rows)) for rank, rows in enumerate(shared)])
-        own = self._table(ring_rank, ring_rank)
-        doc, _, length, _ = queries = self._run(ring_rank)
-        is_shared = self._ranks_of_document[np.repeat(doc, length)[own.q_start]] > 1
-        own_tiles = own.select(~is_shared).to_tiles()
-        if self.layout.layout == "striped":
-            begins = np.cumsum([0, *map(len, shared)])
-            by_shard = [
-                renumber_keys(self.tiles(ring_rank, k), rows) for k, rows in enumerate(shared) if k != ring_rank
+        if not by_row or self.layout.layout == "striped":
+            tiles = [
+                tile._replace(k_start=tile.k_start + rank * most)
+                for rank, rows in enumerate(shared)
+                if rank != ring_rank
+                for tile in renumber_keys(self.tiles(ring_rank, rank), rows)
             ]
-            by_shard.insert(ring_rank, renumber_keys(own.select(is_shared).to_tiles(), shared[ring_rank]))
-            tiles = [t._replace(k_start=t.k_start + int(begins[k])) for k, ts in enumerate(by_shard) for t in ts]
-            return GatheredKeys(places, most, own_tiles, tiles)
+            return GatheredKeys(None, most, self.tiles(ring_rank, ring_rank), tiles)
+        own, queries = self._table(ring_rank, ring_rank), self._run(ring_rank)
+        docs_of_own = np.repeat(queries.doc, queries.length)[own.q_start]
+        own_tiles = own.select(self._ranks_of_document[docs_of_own] == 1).to_tiles()
         docs = np.flatnonzero(self._ranks_of_document > 1)
         keys = Segments(docs, np.zeros_like(docs), np.asarray(self.layout.doc_lengths, dtype=np.int64)[docs], 1)
-        tokens = ranges(self.layout.doc_starts[docs], keys.length)
-        shard_of_place = np.concatenate(
-            [rank * self.layout.ring_shard_length + rows for rank, rows in enumerate(shared)]
-        )
-        order = places[np.searchsorted(shard_of_place, self.layout.slots[tokens])]
         tiles = run_tiles(queries, keys, causal=self.causal, window=self.window).to_tiles()
-        return GatheredKeys(order, most, own_tiles, tiles)
+        # from the slot of each shared token in the concatenated shards to its place in the gathered buffer
+        places = np.concatenate([rank * most + np.arange(len(rows)) for rank, rows in enumerate(shared)])
+        slots = np.concatenate([rank * self.layout.ring_shard_length + rows for rank, rows in enumerate(shared)])
+        tokens = ranges(self.layout.doc_starts[docs], keys.length)
+        return GatheredKeys(places[np.searchsorted(slots, self.layout.slots[tokens])], most, own_tiles, tiles)
 
     @cached_property
     def _ranks_of_document(self) -> np.ndarray:

@@ -123,9 +123,9 @@ class ContextParallelPlugin:
         if accelerator.distributed_type == DistributedType.DEEPSPEED:
             self._check_deepspeed(accelerator)
         if accelerator.distributed_type == DistributedType.FSDP:
-            before = reduce_fsdp_in_fp32(accelerator.state.fsdp_plugin)
-            if before is not None:
-                logger.info(f"FSDP reduces gradients in fp32 instead of {before}.")
+            changed = reduce_fsdp_in_fp32(accelerator.state.fsdp_plugin)
+            if changed:
+                logger.info(f"FSDP mixed precision policy changed: {', '.join(changed)}.")
         self._accelerator = accelerator
         self._mesh = ContextParallelMesh(self.config, device_type=accelerator.device.type)
         return accelerator

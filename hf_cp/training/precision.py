@@ -18,27 +18,28 @@ from torch import nn
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
 
-def reduce_fsdp_in_fp32(fsdp_plugin: Any) -> torch.dtype | None:
-    """Lets FSDP 1 or 2 sum gradients in fp32, in place, before the model is prepared.
+def reduce_fsdp_in_fp32(fsdp_plugin: Any) -> list[str]:
+    """Lets FSDP 1 or 2 sum gradients in fp32, and FSDP 2 hand out the loss in fp32; in place.
 
-    accelerate makes the policy of a bf16 run reduce in bf16. Without a policy FSDP reduces in the type of the weights,
-    which [`check_gradient_precision`] looks at.
+    accelerate makes the policy of a bf16 run reduce in bf16, and round what the model returns to bf16: the loss, and
+    with it the factor that scales every gradient. Call it before the model is prepared. Without a policy FSDP reduces
+    in the type of the weights, which [`check_gradient_precision`] looks at.
 
     Args:
         fsdp_plugin (`accelerate.FullyShardedDataParallelPlugin`): of the Accelerator's state.
 
     Returns:
-        `torch.dtype`: the type that the policy would have reduced in (the compute type, if it names none); `None` if
-            nothing had to change.
+        `list[str]`: the settings that were changed, as `key=value`.
     """
-    policy = fsdp_plugin.mixed_precision_policy
+    policy, changes = fsdp_plugin.mixed_precision_policy, {}
     if policy is None:
-        return None
-    before = policy.reduce_dtype or policy.param_dtype
-    if before not in SIXTEEN_BITS:
-        return None
-    fsdp_plugin.mixed_precision_policy = dataclasses.replace(policy, reduce_dtype=torch.float32)
-    return before
+        return []
+    if (policy.reduce_dtype or policy.param_dtype) in SIXTEEN_BITS:
+        changes["reduce_dtype"] = torch.float32
+    if getattr(policy, "output_dtype", None) in SIXTEEN_BITS:
+        changes["output_dtype"] = None  # as it was computed
+    fsdp_plugin.mixed_precision_policy = dataclasses.replace(policy, **changes)
+    return [f"{key}={value}" for key, value in changes.items()]
 
 
 def sixteen_bit_weights(model: nn.Module | None) -> list[str]:

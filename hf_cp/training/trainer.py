@@ -101,9 +101,9 @@ class ContextParallelTrainerMixin:
         if self.is_deepspeed_enabled:
             self._check_deepspeed()
         if self.is_fsdp_enabled:
-            before = reduce_fsdp_in_fp32(self.accelerator.state.fsdp_plugin)
-            if before is not None:
-                logger.info(f"FSDP reduces gradients in fp32 instead of {before}.")
+            changed = reduce_fsdp_in_fp32(self.accelerator.state.fsdp_plugin)
+            if changed:
+                logger.info(f"FSDP mixed precision policy changed: {', '.join(changed)}.")
 
     def _check_deepspeed(self) -> None:
         config, args = self.accelerator.state.deepspeed_plugin.deepspeed_config, self.args

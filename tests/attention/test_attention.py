@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from math import lcm
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from hf_cp.attention.usp import context_parallel_attention
 from hf_cp.config import ContextParallelConfig
@@ -61,6 +64,35 @@ def test_every_degree_layout_and_kernel_is_exact(request, world_size):
     world = request.getfixturevalue(f"world{world_size}")
     cases = all_cases(world_size)
     assert_exact(cases, world.run(errors, cases, timeout=110))
+
+
+@st.composite
+def random_cases(draw, world_size: int) -> Case:
+    """Any row, heads, split, layout, engine and kernel that fit together."""
+    ring, ulysses = draw(st.sampled_from(DEGREES[world_size]))
+    heads = [pair for pair in ((4, 2), (4, 1), (8, 2), (9, 3), (28, 4), (8, 4)) if pair[0] % ulysses == 0]
+    num_heads, num_kv_heads = draw(st.sampled_from(heads))
+    kv_heads_of_rank = lcm(num_kv_heads, ulysses) // ulysses
+    causal = draw(st.booleans())
+    return Case(
+        tuple(draw(st.lists(st.one_of(st.integers(1, 3), st.integers(1, 40)), min_size=1, max_size=6))),
+        num_heads, num_kv_heads, 8, ring, ulysses,
+        draw(st.sampled_from(LAYOUTS)),
+        draw(st.sampled_from(("sdpa", "eager"))),
+        causal,
+        draw(st.one_of(st.none(), st.integers(1, 20))) if causal else None,
+        ring_comm=draw(st.sampled_from((*RING_COMMS, "auto"))),
+        head_chunks=draw(st.sampled_from([c for c in (1, 2, 3, 4) if kv_heads_of_rank % c == 0])),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@given(data=st.data())
+@settings(max_examples=5, suppress_health_check=list(HealthCheck))
+def test_random_combinations_are_exact(request, world_size, data):
+    world = request.getfixturevalue(f"world{world_size}")
+    cases = data.draw(st.lists(random_cases(world_size), min_size=20, max_size=20))
+    assert_exact(cases, world.run(errors, cases, timeout=60))
 
 
 def test_heads_that_need_replication(world4):

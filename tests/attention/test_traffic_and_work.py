@@ -197,7 +197,7 @@ def event_order(case: Case) -> list[str]:
     [
         (4, 1, 1, "p2p", "send kernel wait send kernel wait send kernel wait kernel"),
         (4, 1, 1, "exchange", "send kernel wait kernel kernel kernel"),
-        (4, 1, 2, "allgather", "send wait send kernel kernel kernel wait kernel kernel kernel"),
+        (4, 1, 2, "allgather", "send kernel wait send kernel kernel kernel wait kernel kernel kernel"),
         (1, 4, 1, "p2p", "send wait kernel send wait"),
     ],
 )

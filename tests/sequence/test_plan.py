@@ -81,28 +81,29 @@ def test_tiles_cut_for_a_causal_kernel_cover_the_same_scores(lengths, config, ca
     assert covered(layout, squares).equal(visible(lengths, causal, window).long())
 
 
-@given(doc_lengths, configs, st.booleans(), windows)
-def test_gathered_keys_cover_the_same_scores(lengths, config, causal, window):
+@given(doc_lengths, configs, st.booleans(), windows, st.booleans())
+def test_gathered_keys_cover_the_same_scores(lengths, config, causal, window, by_row):
     window = window if causal else None
     layout = SequenceLayout(lengths, config)
     plan = AttentionPlan(layout, causal, window)
     shards = [ring_shard(layout, rank) for rank in range(config.ring_degree)]
     count = torch.zeros(layout.num_tokens, layout.num_tokens, dtype=torch.int64)
     for rank, queries in enumerate(shards):
-        gathered = plan.gathered(rank)
+        gathered = plan.gathered(rank, by_row=by_row)
         places = torch.full((config.ring_degree * gathered.rows_per_rank,), -1)
         for other, shard in enumerate(shards):
             rows = plan.shared_rows(other)
             places[other * gathered.rows_per_rank :][: len(rows)] = shard[rows]
-        for tiles, keys in ((gathered.own_tiles, queries), (gathered.tiles, places[gathered.order])):
+        keys = places if gathered.order is None else places[gathered.order]
+        for tiles, source in ((gathered.own_tiles, queries), (gathered.tiles, keys)):
             for tile in tiles:
-                count[queries[tile.q_slots][:, None], keys[tile.k_slots]] += band(tile)
+                count[queries[tile.q_slots][:, None], source[tile.k_slots]] += band(tile)
     assert count.equal(visible(lengths, causal, window).long())
 
 
-def test_gathered_keys_need_one_tile_per_run_of_queries():
+def test_keys_in_row_order_need_one_tile_per_run_of_queries():
     plan = AttentionPlan(SequenceLayout([64], ContextParallelConfig(ring_degree=4, layout="zigzag")))
-    assert plan.gathered(1).tiles == [Tile(0, 8, 0, 16, None, 0), Tile(8, 8, 0, 56, None, 0)]
+    assert plan.gathered(1, by_row=True).tiles == [Tile(0, 8, 0, 16, None, 0), Tile(8, 8, 0, 56, None, 0)]
 
 
 @given(doc_lengths, configs)
