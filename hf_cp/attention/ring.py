@@ -18,14 +18,14 @@ from hf_cp.attention.engine import Call, rows_to_send
 from hf_cp.attention.kernels import TileGroup
 from hf_cp.attention.merge import accumulator_dtype
 from hf_cp.attention.tiles import TileBackward, TileForward
-from hf_cp.parallel.collectives import start_hop
+from hf_cp.parallel.collectives import Transfer, start_hop
 from hf_cp.sequence.plan import renumber_keys
 
 KV_TAG, GRAD_TAG = 0, 1
 
 
 class RingStep(NamedTuple):
-    """The shared rows of the shard that is here in one step, and the tiles on them."""
+    """The shared rows of the shard that is here in one step, and the kernel calls on them."""
 
     num_rows: int
     calls: list[TileGroup]
@@ -34,7 +34,7 @@ class RingStep(NamedTuple):
 class RingSchedule(NamedTuple):
     own_calls: list[TileGroup]
     own_rows: torch.Tensor  # int64: slots that travel
-    steps: list[RingStep]  # step s has the shard of rank r - s; the first is the own one, without tiles
+    steps: list[RingStep]  # step s has the shard of rank r - s; the first is the own one, without calls
 
 
 class Ring:
@@ -43,12 +43,12 @@ class Ring:
     def forward(self, state: TileForward, k: torch.Tensor, v: torch.Tensor, call: Call) -> None:
         schedule = _schedule(call)
         kv = rows_to_send(k, v, schedule.own_rows) if len(schedule.steps) > 1 else None  # [S, 2, G, D]
-        for step, (_, tiles) in enumerate(schedule.steps):
+        for step, (_, calls) in enumerate(schedule.steps):
             next_kv = _next(kv, step, schedule, call)
             if step == 0:
                 state.add(k, v, schedule.own_calls)
             else:
-                state.add(kv[:, 0], kv[:, 1], tiles)
+                state.add(kv[:, 0], kv[:, 1], calls)
             kv = next_kv.wait() if next_kv is not None else None
 
     def backward(
@@ -57,23 +57,23 @@ class Ring:
         schedule = _schedule(call)
         kv = rows_to_send(k, v, schedule.own_rows) if len(schedule.steps) > 1 else None
         grad_hop = None
-        for step, (num_rows, tiles) in enumerate(schedule.steps):
+        for step, (num_rows, calls) in enumerate(schedule.steps):
             next_kv = _next(kv, step, schedule, call)
             if step == 0:
                 state.add(k, v, grad_kv, schedule.own_calls)
             else:
                 visiting = torch.zeros((num_rows, *kv.shape[1:]), dtype=accumulator_dtype(k.dtype), device=k.device)
-                state.add(kv[:, 0], kv[:, 1], visiting, tiles)
+                state.add(kv[:, 0], kv[:, 1], visiting, calls)
                 if grad_hop is not None:
                     visiting += grad_hop.wait()  # what the ranks before this one found for the same shard
                 next_rows = schedule.steps[(step + 1) % len(schedule.steps)].num_rows
-                grad_hop = start_hop(call.wire(visiting), call.mesh, received_rows=next_rows, tag=GRAD_TAG)
+                grad_hop = start_hop(visiting, call.mesh, received_rows=next_rows, tag=GRAD_TAG)
             kv = next_kv.wait() if next_kv is not None else None
         if grad_hop is not None:
             grad_kv.index_add_(0, schedule.own_rows, grad_hop.wait())
 
 
-def _next(kv: torch.Tensor | None, step: int, schedule: RingSchedule, call: Call):
+def _next(kv: torch.Tensor | None, step: int, schedule: RingSchedule, call: Call) -> Transfer | None:
     """Starts to move the K/V on, unless this is the last step."""
     if step + 1 == len(schedule.steps):
         return None

@@ -6,7 +6,6 @@ Each counts the bytes that leave the process (`mesh.traffic`). Over an axis of o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,18 +13,20 @@ import torch.distributed as dist
 from hf_cp.parallel.mesh import ContextParallelMesh
 
 
-class Transfer(NamedTuple):
+@dataclass
+class Transfer:
     """Tensors on their way over the ring axis."""
 
-    received: torch.Tensor
-    sent: torch.Tensor  # kept alive until it has left
+    received: torch.Tensor | None
+    sent: torch.Tensor | None  # kept alive until it has left
     works: list[dist.Work]
 
     def wait(self) -> torch.Tensor:
-        """What arrived."""
+        """What arrived, once; the transfer lets go of both buffers."""
         for work in self.works:
             work.wait()
-        return self.received
+        received, self.received, self.sent, self.works = self.received, None, None, []
+        return received
 
 
 def start_hop(tensor: torch.Tensor, mesh: ContextParallelMesh, *, received_rows: int, tag: int = 0) -> Transfer:

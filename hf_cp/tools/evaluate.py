@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hf_cp.config import IGNORE_INDEX
 from hf_cp.data.loader import ContextParallelDataLoader
 from hf_cp.models.patch import base_causal_lm, local_token_losses
 from hf_cp.parallel.mesh import ContextParallelMesh
@@ -29,8 +30,6 @@ from hf_cp.sequence.layout import SequenceLayout
 from hf_cp.sequence.packing import PackingManifest
 
 __all__ = ["DocumentLosses", "LossDrop", "document_losses"]
-
-IGNORED = -100
 
 
 @dataclass(frozen=True)
@@ -111,7 +110,8 @@ def document_losses(
     """Evaluates every document of `loader`; all ranks must call it and get the same result.
 
     Args:
-        model (`torch.nn.Module`): the patched model (untouched at cp_size 1), also inside PEFT; its precision is used.
+        model (`torch.nn.Module`): the patched model (untouched at cp_size 1), also inside PEFT. Its
+            precision is used, or that of an autocast around the call.
         loader (`ContextParallelDataLoader`): unshuffled.
         mesh (`ContextParallelMesh`): the loader's.
 
@@ -132,7 +132,7 @@ def document_losses(
             losses = local_token_losses(model, batch).double().cpu()
             row = step * mesh.dp_size + mesh.dp_rank
             if row < len(manifest.rows):
-                is_target = batch["shift_labels"][0].cpu() != IGNORED
+                is_target = batch["shift_labels"][0].cpu() != IGNORE_INDEX
                 slots = _documents_of_slots(batch, manifest, row, mesh)[is_target]
                 sums.index_add_(0, slots, losses[is_target])
                 targets.index_add_(0, slots, torch.ones_like(slots))

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from hf_cp.config import IGNORE_INDEX
 from hf_cp.data.collator import DataCollatorForContextParallel
 from hf_cp.models.patch import context_parallel_disabled, context_parallel_state
 from hf_cp.parallel.collectives import sum_over_cp
@@ -32,7 +33,6 @@ from hf_cp.tools.verify_report import VerifyReport, gather_over_world, nan_last,
 
 __all__ = ["VerifyReport", "verify_context_parallel"]
 
-IGNORED = -100
 ZERO_INIT_STD = 0.02  # spread of the random numbers that replace all-zero trainable parameters
 
 
@@ -230,12 +230,12 @@ def _whole_row(documents: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, to
         columns["input_ids"] += ids
         columns["position_ids"] += range(len(ids))
         columns["labels"] += labels
-        columns["shift_labels"] += [*labels[1:], IGNORED]
+        columns["shift_labels"] += [*labels[1:], IGNORE_INDEX]
     return {name: torch.tensor([values], dtype=torch.int64) for name, values in columns.items()}
 
 
 def _count_targets(batch: Mapping[str, Any]) -> torch.Tensor:
-    return (batch["shift_labels"] != IGNORED).sum()
+    return (batch["shift_labels"] != IGNORE_INDEX).sum()
 
 
 def _to_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:

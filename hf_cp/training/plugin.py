@@ -38,9 +38,8 @@ from accelerate.logging import get_logger
 from accelerate.utils import DeepSpeedPlugin, DistributedType
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_cp.config import ContextParallelConfig
+from hf_cp.config import IGNORE_INDEX, ContextParallelConfig
 from hf_cp.data.collator import DataCollatorForContextParallel
-from hf_cp.data.documents import IGNORE_INDEX
 from hf_cp.data.loader import ContextParallelDataLoader
 from hf_cp.parallel.mesh import ContextParallelMesh
 from hf_cp.parallel.reduce import sum_over_world

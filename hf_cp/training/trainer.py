@@ -23,9 +23,8 @@ from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
 
-from hf_cp.config import ContextParallelConfig
+from hf_cp.config import IGNORE_INDEX, ContextParallelConfig
 from hf_cp.data.collator import DataCollatorForContextParallel
-from hf_cp.data.documents import IGNORE_INDEX
 from hf_cp.data.loader import ContextParallelDataLoader
 from hf_cp.models.patch import context_parallel_state
 from hf_cp.parallel.mesh import ContextParallelMesh
