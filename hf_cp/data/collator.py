@@ -74,7 +74,7 @@ class PackedRow:
         def local(tensor: torch.Tensor, pad_value: int) -> torch.Tensor:
             return self.layout.shard(tensor, cp_rank, pad_value=pad_value).unsqueeze(0)
 
-        self.layout.row_digest = self.digest
+        self.layout.row_digest, self.layout.batch_cp_rank = self.digest, cp_rank
         return {
             "input_ids": local(self.input_ids, pad_token_id),
             "position_ids": local(self.position_ids, 0),

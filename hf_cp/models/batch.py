@@ -73,13 +73,19 @@ def _local_fault(
     if layout is None:
         return (
             "The batch has no hf_cp_layout while context parallelism is on, so it did not come from "
-            "DataCollatorForContextParallel.\n  Use that collator, or context_parallel_disabled(model) for whole rows."
+            "DataCollatorForContextParallel.\n  Use that collator, or context_parallel_disabled(model) for whole rows "
+            "(generate() needs use_cache=True)."
         )
     degrees = (layout.ring_degree, layout.ulysses_degree)
     if degrees != (mesh.ring_size, mesh.ulysses_size):
         return (
             f"The batch was sharded for ring x ulysses = {degrees[0]} x {degrees[1]}, the model runs "
             f"{mesh.ring_size} x {mesh.ulysses_size}. Give collator and model the same config."
+        )
+    if layout.batch_cp_rank not in (None, mesh.cp_rank):
+        return (
+            f"The batch is the part of cp_rank {layout.batch_cp_rank}, but this process is cp_rank {mesh.cp_rank} of "
+            f"{mesh.cp_size}. Make the collator with the mesh: DataCollatorForContextParallel(mesh)."
         )
     expected = (1, layout.local_length)
     named = {"input_ids": tokens, "labels": labels, "shift_labels": shift_labels}

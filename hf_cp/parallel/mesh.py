@@ -107,6 +107,12 @@ class ContextParallelMesh:
     def __deepcopy__(self, memo: dict) -> ContextParallelMesh:
         return self  # process groups cannot be copied, and a copied model belongs to the same processes
 
+    def __reduce__(self):
+        raise TypeError(
+            "A ContextParallelMesh cannot be pickled: process groups belong to the running processes.\n"
+            "  Save the model with save_pretrained(), or call remove_context_parallel(model) first."
+        )
+
     def __repr__(self) -> str:
         sizes = " x ".join(f"{axis}={size}" for axis, size in zip(AXES, self.ranks.shape, strict=True))
         return f"ContextParallelMesh({sizes}, rank {self.rank} of {self.world_size})"
@@ -132,8 +138,14 @@ def _rank_and_world(config: ContextParallelConfig) -> tuple[int, int]:
 
 
 def _own_group(rank_lists: np.ndarray, timeout: timedelta, name: str) -> dist.ProcessGroup:
-    """Makes a group for every row of `rank_lists` [num_groups, group_size]; returns the one with this process."""
-    own, _ = dist.new_subgroups_by_enumeration(rank_lists.tolist(), timeout=timeout, group_desc=name)
+    """Makes a group for every row of `rank_lists` [num_groups, group_size]; returns the one with this process.
+
+    A rank's place in the row is its rank in the group, also where global ranks do not rise along an axis.
+    """
+    groups = [
+        dist.new_group(ranks, timeout=timeout, group_desc=name, sort_ranks=False) for ranks in rank_lists.tolist()
+    ]
+    (own,) = (group for ranks, group in zip(rank_lists, groups, strict=True) if dist.get_rank() in ranks)
     return own
 
 

@@ -60,6 +60,7 @@ class SequenceLayout:
         cu_seqlens (`torch.Tensor`): int32 [num_docs + 1], global document borders, on the host.
         max_seqlen (`int`): the longest document.
         row_digest (`int`, *optional*): set by the collator, a hash of the row's content; signed, 64 bits.
+        batch_cp_rank (`int`, *optional*): set by the collator, the rank whose part the batch is.
         is_agreed (`bool`): set by the packed loader once all ranks of the group are known to hold the same row.
         lockstep_length (`int`): slots of the rank that has most of them; set by the packed loader where data-parallel
             replicas have rows of other lengths, else `local_length`. What is done in chunks takes its number of chunks
@@ -80,6 +81,7 @@ class SequenceLayout:
                     f"Document {index} has {length} tokens; a document needs at least 1. Drop empty ones first."
                 )
         self.row_digest: int | None = None
+        self.batch_cp_rank: int | None = None
         self.is_agreed = False
         self.layout = config.resolved_layout
         self.ring_degree = config.ring_degree

@@ -138,9 +138,9 @@ def test_each_position_is_on_the_rank_that_holds_it(world4, ulysses_inside):
     world4.run(mean_of_visible_positions, ulysses_inside)
 
 
-def rings_with_different_rows(ranks: list) -> None:
+def rings_with_different_rows(ranks: list, ring_comm: str) -> None:
     """Every dp replica has its own row, and its own result."""
-    case = Case((16,), ring_degree=2)
+    case = Case((16,), ring_degree=2, ring_comm=ring_comm)
     mesh = ContextParallelMesh(case.config, ranks=ranks)
     layout = SequenceLayout((16 + 3 * mesh.dp_rank,), case.config)
     row = random_row(layout.num_tokens, 4, 2, 8, seed=mesh.dp_rank)
@@ -149,9 +149,10 @@ def rings_with_different_rows(ranks: list) -> None:
     assert max(relative_error(a, e) for a, e in zip(actual, expected, strict=True)) < 1e-10
 
 
-@pytest.mark.parametrize("ranks", [[[[0], [1]], [[2], [3]]], [[[0], [2]], [[1], [3]]]])
-def test_rings_inside_consecutive_and_strided_groups(world4, ranks):
-    world4.run(rings_with_different_rows, ranks)
+@pytest.mark.parametrize("ring_comm", RING_COMMS)
+@pytest.mark.parametrize("ranks", [[[[0], [1]], [[2], [3]]], [[[0], [2]], [[1], [3]]], [[[3], [0]], [[2], [1]]]])
+def test_rings_inside_consecutive_strided_and_reversed_groups(world4, ranks, ring_comm):
+    world4.run(rings_with_different_rows, ranks, ring_comm)
 
 
 def views_and_slices(ring_degree: int, ulysses_degree: int) -> None:

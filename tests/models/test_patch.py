@@ -15,7 +15,7 @@ from hf_cp import (
     context_parallel_disabled,
     remove_context_parallel,
 )
-from hf_cp.models.patch import context_parallel_state, local_token_losses
+from hf_cp.models.patch import context_parallel_state
 from hf_cp.parallel.mesh import ContextParallelMesh
 from hf_cp.sequence.layout import SequenceLayout
 from tests.attention.cases import gather_shards
@@ -169,69 +169,6 @@ def test_rotary_embeddings_see_global_positions(world2):
     assert world2.run(rotary_positions, "zigzag") == [[0, 1, 6, 7], [2, 3, 4, 5]]
 
 
-def loss_without_targets(rank_without: int) -> None:
-    """All targets of one rank are masked: the loss is still the mean over the row, and has a graph everywhere."""
-    config = ContextParallelConfig(ring_degree=2, layout="contiguous")
-    row, layout = Row([8], masked=0), SequenceLayout([8], config)
-    row.shift_labels[rank_without * 4 : rank_without * 4 + 4] = -100
-    model = apply_context_parallel(tiny_model(), config)
-    mesh = context_parallel_state(model).mesh
-    loss = model(**row.local_batch(layout, mesh.cp_rank)).loss
-    untouched = tiny_model()
-    expected = untouched(**row.whole_batch()).loss
-    assert abs(loss - expected) < 1e-6 and loss.requires_grad
-    loss.backward()
-    expected.backward()
-    got = averaged_gradients(model, mesh)["lm_head.weight"]
-    assert relative_error(got, untouched.lm_head.weight.grad) < 1e-6
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("rank_without", [0, 1])
-def test_a_rank_without_targets(world2, rank_without):
-    world2.run(loss_without_targets, rank_without)
-
-
-def no_targets_at_all() -> None:
-    config = ContextParallelConfig(ring_degree=2)
-    row, layout = Row([8], masked=1.0), SequenceLayout([8], config)
-    model = apply_context_parallel(tiny_model(), config)
-    for count in ({}, {"num_items_in_batch": torch.tensor(0)}):
-        loss = model(**row.local_batch(layout, dist.get_rank()), **count).loss
-        loss.backward()
-        assert loss.item() == 0.0
-    assert all(not p.grad.any() for p in model.parameters())
-
-
-@pytest.mark.distributed
-def test_a_row_without_targets_has_zero_loss_and_zero_gradients(world2):
-    world2.run(no_targets_at_all)
-
-
-def widest_logits(vocab_size: int) -> int:
-    """Rows of the largest tensor with a vocabulary axis that a training step holds."""
-    config = ContextParallelConfig(ring_degree=4, loss_chunk_tokens=32)
-    row, layout = Row([512]), SequenceLayout([512], config)
-    model = apply_context_parallel(tiny_model(dtype=torch.float32, vocab_size=vocab_size), config)
-    rows = []
-
-    class Record(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, function, types, args=(), kwargs=None):
-            result = function(*args, **(kwargs or {}))
-            if isinstance(result, torch.Tensor) and result.ndim and result.shape[-1] == vocab_size:
-                rows.append(result.numel() // vocab_size)
-            return result
-
-    with Record():
-        model(**row.local_batch(layout, dist.get_rank())).loss.backward()
-    return max(rows)
-
-
-@pytest.mark.distributed
-def test_logits_of_a_whole_shard_never_exist(world4):
-    assert max(world4.run(widest_logits, 1000)) <= 32
-
-
 def two_models() -> None:
     """One config object, two models, one of them patched, with other heads beside a third."""
     shared = tiny_model().config
@@ -277,6 +214,10 @@ def wrong_batches() -> None:
     assert model(**other_ids).loss.isfinite()  # made by hand: only the layouts are compared
     collate = DataCollatorForContextParallel(config, cp_rank=rank)
     collated = [collate([{"input_ids": list(range(16))}]) for _ in range(2)]
+    with pytest.raises(
+        (ValueError, RuntimeError), match="part of cp_rank 0, but this process is cp_rank 1|cp_rank \\[1\\]"
+    ):
+        model(**DataCollatorForContextParallel(config, cp_rank=0)([{"input_ids": list(range(16))}]))
     collated[1]["hf_cp_layout"].row_digest += rank
     assert model(**collated[0]).loss.isfinite()
     with pytest.raises(ValueError, match="different rows"):
@@ -433,38 +374,6 @@ def test_a_removed_model_can_be_collected():
     del model
     gc.collect()
     assert weak() is None
-
-
-def calls_of_lm_head(lockstep_length: int | None) -> int:
-    """A short row; beside it another replica may have a longer one."""
-    config = ContextParallelConfig(ring_degree=2, loss_chunk_tokens=4)
-    model, row, layout = apply_context_parallel(tiny_model(), config), Row([8]), SequenceLayout([8], config)
-    if lockstep_length is not None:
-        layout.lockstep_length = lockstep_length
-    calls = []
-    model.lm_head.register_forward_hook(lambda module, args, output: calls.append(len(output)))
-    with torch.no_grad():
-        loss = model(**row.local_batch(layout, dist.get_rank())).loss
-    expected = tiny_model()(**row.whole_batch()).loss
-    assert abs(loss - expected) < 1e-6
-    return len(calls)
-
-
-@pytest.mark.distributed
-def test_a_short_row_calls_lm_head_as_often_as_the_longest(world2):
-    assert world2.run(calls_of_lm_head, None) == [1, 1]
-    assert world2.run(calls_of_lm_head, 23) == [6, 6]
-
-
-def test_token_losses_of_patched_and_untouched_models():
-    row = Row(LENGTHS)
-    config = ContextParallelConfig(force=True)
-    patched = local_token_losses(
-        apply_context_parallel(tiny_model(), config), row.local_batch(SequenceLayout(LENGTHS, config), 0)
-    )
-    untouched = local_token_losses(tiny_model(), row.whole_batch())
-    assert patched.shape == (sum(LENGTHS),) and torch.allclose(patched, untouched, atol=1e-12)
-    assert not patched[row.shift_labels == -100].any() and (patched[row.shift_labels != -100] > 0).all()
 
 
 def test_a_row_is_freed_with_its_plans():

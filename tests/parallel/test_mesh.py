@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 from datetime import timedelta
 
 import pytest
@@ -45,6 +46,24 @@ def test_ulysses_is_the_inner_axis(world4):
 def test_placed_by_hand(world4):
     found = world4.run(groups, 2, 1, ranks=[[[0], [2]], [[1], [3]]])
     assert [f["cp"] for f in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+
+
+def order_of_a_group(ranks) -> list[int]:
+    """What an all-gather over the ring brings, in the order in which it arrives."""
+    mesh = ContextParallelMesh(ContextParallelConfig(2, 1), ranks=ranks)
+    assert dist.get_rank(mesh.ring_group) == mesh.ring_rank and dist.get_rank(mesh.cp_group) == mesh.cp_rank
+    gathered = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
+    dist.all_gather(gathered, torch.tensor([dist.get_rank()]), group=mesh.ring_group)
+    return [int(rank) for rank in gathered]
+
+
+def test_ranks_that_do_not_rise_keep_their_order(world4):
+    assert world4.run(order_of_a_group, [[[3], [0]], [[2], [1]]]) == [[3, 0], [2, 1], [2, 1], [3, 0]]
+
+
+def test_a_mesh_cannot_be_pickled():
+    with pytest.raises(TypeError, match="remove_context_parallel"):
+        pickle.dumps(ContextParallelMesh(ContextParallelConfig()))
 
 
 def wrong_mesh(ring_degree: int, ulysses_degree: int, ranks=None) -> None:

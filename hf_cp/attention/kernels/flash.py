@@ -122,6 +122,7 @@ class FlashAttnKernel(_FlashKernel):
 
 
 def flash_attn_is_installed() -> bool:
+    """Whether `import flash_attn` would find the package; does not import it."""
     return importlib.util.find_spec("flash_attn") is not None
 
 
