@@ -54,6 +54,7 @@ def train(options: argparse.Namespace) -> None:
     loader = plugin.data_loader(make_documents(), max_tokens=256, seed=0)
     kind = accelerator.distributed_type.value
     accelerator.print(f"{kind}, {plugin.mesh}: {len(loader.packed)} rows, {plugin.rows_per_step} a step")
+    plugin.seed_dropout(0)  # with dropout, the processes of a row must not drop the same units
     step = 0
     for epoch in range(options.epochs):
         loader.set_epoch(epoch)

@@ -216,8 +216,7 @@ def prove(trainer: ContextParallelTrainer, script: ScriptArguments) -> VerifyRep
     report = verify_context_parallel(
         trainer.model, choose_proof_documents(documents, script.proof_tokens), seed=trainer.args.seed
     )
-    if RANK == 0 or not report.passed:
-        tqdm.write(report.table(), file=sys.stdout)
+    say(report.table())
     return report
 
 
@@ -251,11 +250,20 @@ class Recorder(TrainerCallback):
     def on_train_end(self, args, state, control, **kwargs):
         self._evaluate(state.global_step)
 
+    def loss_drop(self, required_stderr: float) -> LossDrop | None:
+        """From the first to the last evaluation; `None` without held-out documents.
+
+        They are one and the same if no step was taken, as in a run that resumes at its end.
+        """
+        losses = list(self.evaluations.values())
+        return LossDrop(losses[0], losses[-1], required_stderr=required_stderr) if losses else None
+
     def _evaluate(self, step: int) -> None:
         if self.trainer.eval_dataset is None or step in self.evaluations:
             return
         loader = self.trainer.get_eval_dataloader()
-        losses = document_losses(self.trainer.model, loader, mesh=self.trainer.cp_mesh)
+        with self.trainer.accelerator.autocast():  # under bf16=True the weights are fp32, the computation is not
+            losses = document_losses(self.trainer.model, loader, mesh=self.trainer.cp_mesh)
         self.evaluations[step] = losses
         say(f"step {step}: loss {losses.mean:.4f} on {len(losses.sums)} held-out documents")
 
@@ -351,10 +359,8 @@ def run(trainer: ContextParallelTrainer, script: ScriptArguments) -> int:
     if plugin and args.device.type == "cpu":
         say("(the first time, DeepSpeed compiles its CPU communication now: one to two minutes without output)")
     trainer.train()
-    result = None
-    if recorder.evaluations:
-        first, *_, last = recorder.evaluations.values()
-        result = LossDrop(first, last, required_stderr=script.required_drop_stderr)
+    result = recorder.loss_drop(script.required_drop_stderr)
+    if result is not None:
         say(f"\nResult: {result}")
     write_outputs(trainer, recorder, summarise(trainer, script, recorder, report, result))
     return 0 if result is None or result.passed else 1

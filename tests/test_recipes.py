@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from hf_cp.sequence.packing import PackingManifest
 from hf_cp.training.zero import ZERO_STAGES, complete_zero_config
-from tests.examples.launch import ROOT, Finished, accelerate_launch, load, run
+from tests.examples.launch import ROOT, Finished, accelerate_launch, build_deepspeed_extension, load, run
 from tests.examples.tiny_quickstart import write_quickstart
 
 RECIPES = sorted(path for path in (ROOT / "recipes").iterdir() if path.is_dir())
@@ -126,13 +126,14 @@ def test_quickstart_keeps_the_settings_that_were_measured():
 
 @pytest.fixture(scope="module")
 def quickstart(tmp_path_factory) -> tuple[Path, list[str], Finished]:
+    build_deepspeed_extension()
     folder = tmp_path_factory.mktemp("quickstart")
     options = write_quickstart(folder)
     return folder, options, launch(options)
 
 
 def launch(options: list[str]) -> Finished:
-    """What `make quickstart` runs, with other options. The first launch compiles DeepSpeed's extension."""
+    """What `make quickstart` runs, with other options."""
     return accelerate_launch(
         QUICKSTART / "accelerate.yaml", "finetune_lora.py", str(QUICKSTART / "train.yaml"), *options, timeout=500
     )

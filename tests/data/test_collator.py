@@ -35,7 +35,7 @@ def documents_of(lengths: list[int], first: int = 10) -> list[list[int]]:
 
 
 def test_shift_before_sharding_zigzag() -> None:
-    """B1."""
+    """Local slots 1 and 2 are not neighbours in the row: a shift after sharding would pair them."""
     rank0, rank1 = collate_all([list(range(10, 18))], ContextParallelConfig(ring_degree=2, layout="zigzag"))
     assert lists(rank0, *TENSORS) == [
         [[10, 11, 16, 17]],
@@ -47,7 +47,7 @@ def test_shift_before_sharding_zigzag() -> None:
 
 
 def test_shift_before_sharding_contiguous() -> None:
-    """B1."""
+    """The target of a shard's last token is the first token of the next rank."""
     ranks = collate_all([list(range(10, 18))], ContextParallelConfig(ring_degree=2, layout="contiguous"))
     assert [batch["shift_labels"].tolist() for batch in ranks] == [[[11, 12, 13, 14]], [[15, 16, 17, -100]]]
 
@@ -62,7 +62,7 @@ def test_shift_before_sharding_contiguous() -> None:
     ids=["two features", "seq_lengths", "restarting positions"],
 )
 def test_no_target_crosses_a_document_border(features: list) -> None:
-    """B2, B14."""
+    """However the documents are given: as two features, or as one that is packed already."""
     (whole,) = collate_all(features, ContextParallelConfig())
     assert whole["shift_labels"].tolist() == [[11, 12, -100, 14, 15, 16, 17, -100]]
     assert int((whole["shift_labels"] != -100).sum()) == 6
@@ -73,7 +73,7 @@ def test_no_target_crosses_a_document_border(features: list) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("lengths", [[1, 2, 13], [1] * 8, [2, 2], [7], [1]])
 def test_documents_shorter_than_shards(layout: str, lengths: list[int]) -> None:
-    """B8: every real token is on exactly one of 4 ranks; a rank may hold nothing but padding."""
+    """Every real token is on exactly one of 4 ranks; a rank may hold nothing but padding."""
     features = documents_of(lengths)
     for degrees in ((4, 1), (2, 2), (1, 4)):
         config = ContextParallelConfig(ring_degree=degrees[0], ulysses_degree=degrees[1], layout=layout)
@@ -92,7 +92,7 @@ def test_documents_shorter_than_shards(layout: str, lengths: list[int]) -> None:
 def test_padding_is_at_the_end_of_shards_only(
     length: int, ring_degree: int, ulysses_degree: int, local_length: int
 ) -> None:
-    """B10, A17, I2: pad tokens have position 0, label -100, and come after a shard's last token."""
+    """Pad tokens have position 0, label -100, and come after a shard's last token."""
     config = ContextParallelConfig(ring_degree=ring_degree, ulysses_degree=ulysses_degree, layout="zigzag")
     ranks = collate_all([list(range(10, 10 + length))], config, pad_token_id=9)
     for ring_rank in range(ring_degree):
@@ -112,7 +112,7 @@ def test_padding_is_at_the_end_of_shards_only(
     [(None, [[0, 3, 0, 3], [1, 2, 1, 2]]), ([[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 3, 4, 7], [1, 2, 5, 6]])],
 )
 def test_positions_of_two_documents(positions: list | None, expected: list) -> None:
-    """G7: counted inside each document, unless the user brings running ones."""
+    """Counted inside each document, unless the user brings running ones."""
     features = [{"input_ids": ids} for ids in documents_of([4, 4])]
     if positions:
         features = [{**feature, "position_ids": p} for feature, p in zip(features, positions, strict=True)]
@@ -253,7 +253,7 @@ def test_changed_documents_are_reported_once(caplog) -> None:
 
 
 def test_packed_row_sums_targets_like_single_rows() -> None:
-    """B16, data side: packing changes no target."""
+    """Packing changes no target."""
     features = documents_of([3, 5, 2, 6])
     row = PackedRow.from_documents(sum(map(to_documents, features), []), ContextParallelConfig())
     single = [DataCollatorForContextParallel(ContextParallelConfig())([f])["shift_labels"][0] for f in features]

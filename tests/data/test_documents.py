@@ -36,7 +36,7 @@ def test_default_labels_take_no_memory() -> None:
 
 
 def test_label_of_the_first_token_is_no_target() -> None:
-    """B19: 8 tokens, all labels valid, are 7 targets."""
+    """8 tokens, all labels valid, are 7 targets."""
     (document,) = to_documents({"input_ids": list(range(8)), "labels": list(range(8))})
     assert int((document.shift_labels != -100).sum()) == 7
 
@@ -76,7 +76,7 @@ def test_mask_with_document_numbers_is_refused() -> None:
     "borders", [{"position_ids": [0, 1, 2, 0, 1]}, {"seq_lengths": [3, 2]}, {"seq_lengths": [3, 0, 2]}]
 )
 def test_feature_that_holds_several_documents_is_split(borders: dict) -> None:
-    """B14: packed features must not become one document."""
+    """Packed features must not become one document."""
     documents = to_documents({"input_ids": [10, 11, 12, 13, 14], **borders})
     assert ids(documents) == [[10, 11, 12], [13, 14]]
     assert targets(documents) == [[11, 12, -100], [14, -100]]
@@ -84,7 +84,7 @@ def test_feature_that_holds_several_documents_is_split(borders: dict) -> None:
 
 
 def test_running_positions_are_kept() -> None:
-    """G7: the user's positions win over counting from 0, whatever the start."""
+    """The user's positions win over counting from 0, whatever the start."""
     documents = to_documents({"input_ids": [1, 2, 3, 4], "position_ids": [4, 5, 6, 7]})
     assert [document.positions.tolist() for document in documents] == [[4, 5, 6, 7]]
     two = to_documents({"input_ids": [1, 2, 3, 4], "position_ids": [4, 5, 6, 7], "seq_lengths": [1, 3]})
@@ -152,7 +152,7 @@ def test_unreadable_features_are_refused(feature, message: str) -> None:
 
 
 def test_empty_documents_are_counted_and_left_out() -> None:
-    """B12: lengths 0, 1, 4, and a feature that is all padding."""
+    """Lengths 0, 1, 4, and a feature that is all padding."""
     features = [[], [5], [1, 2, 3, 4], {"input_ids": [9, 9], "attention_mask": [0, 0]}]
     prepared = prepare_documents(features)
     assert ids(prepared.documents) == [[5], [1, 2, 3, 4]]

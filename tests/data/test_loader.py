@@ -156,7 +156,7 @@ def test_row_without_targets() -> None:
 
 @pytest.mark.parametrize("start", [0, 2, 5])
 def test_resumed_position_gives_the_remaining_rows(start: int) -> None:
-    """H2, data side: the position survives JSON and another loader object."""
+    """The position survives JSON and another loader object."""
     loader = make_loader(shuffle=True, seed=5)
     rows_of(loader)
     batches = iter(loader)

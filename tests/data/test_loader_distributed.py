@@ -62,7 +62,7 @@ def deal_two_epochs(num_workers: int) -> list[list[tuple[int, tuple[int, ...]]]]
 
 
 def test_same_row_inside_a_group_and_every_row_once_an_epoch(world4) -> None:
-    """B15: dp 2 x cp 2, 8 rows, shuffled, 2 epochs, without and with workers."""
+    """On dp 2 x cp 2, 8 rows, shuffled, 2 epochs, without and with workers."""
     by_workers = [world4.run(deal_two_epochs, num_workers) for num_workers in (0, 2)]
     rows = make_loader_rows()
     assert len(rows) == 8
@@ -96,7 +96,7 @@ def deal_odd_rows(drop_last: bool) -> tuple[list[tuple[int, ...]], int, int]:
 
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_rows_that_do_not_divide(world4, drop_last: bool) -> None:
-    """E5, data side: 5 rows over dp 2; the short side gets a row without targets, no row comes twice."""
+    """5 rows over dp 2; the short side gets a row without targets, no row comes twice."""
     ranks = world4.run(deal_odd_rows, drop_last)
     steps = 2 if drop_last else 3
     assert [length for _, _, length in ranks] == [steps] * 4

@@ -56,7 +56,7 @@ def train(folder, *, resume: str | None = None, save_steps: int = 1000) -> list[
 
 @pytest.mark.parametrize("step", [3, 4, 6])  # inside the first epoch, between epochs, inside the second
 def test_resumed_training_sees_the_remaining_rows(tmp_path, step: int) -> None:
-    """H2, data side."""
+    """Each row once an epoch, in the order of the run that was not interrupted."""
     whole = train(tmp_path / "whole", save_steps=step)
     assert sorted(whole[:8]) == sorted(whole[8:]) == list(range(1, 9))
     assert whole[:8] != whole[8:]

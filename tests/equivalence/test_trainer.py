@@ -86,7 +86,7 @@ def test_full_training(request, split, family):
 @pytest.mark.distributed
 @pytest.mark.parametrize("split", SPLITS)
 def test_lora(request, split):
-    """F1: the gradients of A and B; the base weights do not move."""
+    """The gradients of A and B; the base weights do not move."""
     compare_all_ranks(request, split, "llama", lora=True)
     record = run_one_process(REF, "llama", True, 2)
     assert all(("lora_A" in name or "lora_B" in name) for name in record.gradients[0])

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -77,6 +78,15 @@ def extensions_folder() -> Path:
     for lock in folder.glob("*/lock"):
         lock.unlink(missing_ok=True)
     return folder
+
+
+@cache
+def build_deepspeed_extension() -> None:
+    """Compiles what DeepSpeed compiles in its first launch on CPU, unless it is there: one to two minutes, once."""
+    if not list(extensions_folder().glob("deepspeed_shm_comm/*.so")):
+        builder = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
+        finished = run(["-c", builder], timeout=400)
+        assert finished.status == 0, finished.output[-4000:]
 
 
 def free_port() -> int:

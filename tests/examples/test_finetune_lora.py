@@ -6,10 +6,13 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from hf_cp.config import ContextParallelConfig
 from hf_cp.data.documents import to_documents
+from hf_cp.tools.evaluate import DocumentLosses
 from tests.examples.launch import load
+from tests.training.tiny import REF, make_documents, make_model, make_trainer
 
 script = load("finetune_lora.py")
 
@@ -24,7 +27,7 @@ def heads(query: int, kv: int) -> SimpleNamespace:
 
 @pytest.mark.parametrize(
     ("model", "cp_size", "ring", "ulysses"),
-    [(heads(9, 3), 2, 2, 1), (heads(9, 3), 6, 2, 3), (heads(32, 8), 16, 2, 8), (heads(28, 4), 8, 2, 4)],
+    [(heads(9, 3), 2, 2, 1), (heads(9, 3), 6, 2, 3), (heads(32, 8), 16, 1, 16), (heads(28, 4), 8, 2, 4)],
     ids=str,
 )
 def test_degrees_follow_from_the_heads(monkeypatch, model, cp_size, ring, ulysses):
@@ -89,3 +92,27 @@ def test_proof_documents_are_whole_and_one_is_long():
     assert sum(chosen) <= 1000
     with pytest.raises(ValueError, match=r"shortest has 5 tokens, proof_tokens=6"):
         script.choose_proof_documents(documents, 6)
+
+
+@pytest.mark.parametrize(("bf16", "expected"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_held_out_documents_are_evaluated_in_the_precision_of_training(bf16, expected):
+    documents, computed_in = make_documents([20, 9, 14]), set()
+    model = make_model(lora=True, dtype=torch.float32)
+    trainer = make_trainer(model, REF, documents, eval_dataset=documents, bf16=bf16)
+    recorder = script.Recorder(trainer, eval_every=0)
+    trainer.add_callback(recorder)
+    layer = model.get_base_model().model.layers[0].mlp.up_proj
+    layer.register_forward_hook(lambda module, _, output: computed_in.add((module.training, output.dtype)))
+    trainer.train()
+    assert computed_in == {(True, expected), (False, expected)}
+    assert sorted(recorder.evaluations) == [0, 3]
+
+
+def test_loss_drop_of_the_evaluations():
+    losses = [DocumentLosses((total, 2 * total), (1, 2)) for total in (3.0, 2.5, 2.0)]
+    recorder = script.Recorder(trainer=None, eval_every=0)
+    assert recorder.loss_drop(0.0) is None
+    recorder.evaluations = {5: losses[0]}  # resumed at its last step
+    assert recorder.loss_drop(0.0).drop == 0 and not recorder.loss_drop(3.0).passed
+    recorder.evaluations = dict(enumerate(losses))
+    assert recorder.loss_drop(0.0).drop == pytest.approx(1.0)

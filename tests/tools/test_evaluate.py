@@ -26,11 +26,11 @@ def documents() -> list[dict]:
     return [{"input_ids": i, "labels": [-100] * p + i[p:]} for i, p in zip(ids, prompts, strict=True)]
 
 
-def evaluate(config: ContextParallelConfig, shuffle: bool = False) -> DocumentLosses:
+def evaluate(config: ContextParallelConfig, skip: int = 0, **settings: bool) -> DocumentLosses:
     mesh = ContextParallelMesh(config)
     model = apply_context_parallel(tiny_model(), mesh).train()
     collator = DataCollatorForContextParallel(config, max_tokens=32)
-    loader = ContextParallelDataLoader(documents(), collator=collator, mesh=mesh, shuffle=shuffle)
+    loader = ContextParallelDataLoader(documents(), collator=collator, mesh=mesh, **settings).skip(skip)
     losses = document_losses(model, loader, mesh=mesh)
     assert model.training
     return losses
@@ -67,7 +67,7 @@ def test_one_process(config):
     "config",
     [
         ContextParallelConfig(ring_degree=2),  # with dp 2, and 3 rows: one rank group gets a filler row
-        ContextParallelConfig(ring_degree=2, ulysses_degree=2),
+        ContextParallelConfig(ring_degree=2, ulysses_degree=2, loss_chunk_tokens=3),
         ContextParallelConfig(),  # dp 4
     ],
     ids=["dp2-ring2", "ring2-ulysses2", "dp4"],
@@ -78,9 +78,41 @@ def test_four_processes(world4, config):
     check(results[0])
 
 
-def test_refuses_a_shuffled_loader():
-    with pytest.raises(ValueError, match="shuffle"):
-        evaluate(ContextParallelConfig(), shuffle=True)
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"shuffle": True}, "shuffle=True"), ({"drop_last": True}, "drop_last=True"), ({"skip": 2}, "micro-step 2 of 3")],
+    ids=str,
+)
+def test_refuses_a_loader_that_may_miss_documents(settings, message):
+    with pytest.raises(ValueError, match=message):
+        evaluate(ContextParallelConfig(), **settings)
+
+
+@pytest.mark.parametrize(
+    "config", [ContextParallelConfig(), ContextParallelConfig(force=True)], ids=["plain", "forced"]
+)
+def test_an_error_leaves_the_model_in_training_mode(config):
+    mesh = ContextParallelMesh(config)
+    model = apply_context_parallel(tiny_model(), mesh).train()
+    model.lm_head.register_forward_pre_hook(lambda *_: 1 / 0)
+    collator = DataCollatorForContextParallel(config, max_tokens=32)
+    loader = ContextParallelDataLoader(documents(), collator=collator, mesh=mesh)
+    with pytest.raises(ZeroDivisionError):
+        document_losses(model, loader, mesh=mesh)
+    assert model.training
+
+
+@pytest.mark.parametrize("chunk", [3, 1024])
+def test_logits_exist_in_chunks_of_the_config(chunk):
+    """`loss_chunk_tokens` counts here too."""
+    config = ContextParallelConfig(force=True, loss_chunk_tokens=chunk)
+    mesh = ContextParallelMesh(config)
+    model, sizes = apply_context_parallel(tiny_model(), mesh), []
+    model.lm_head.register_forward_hook(lambda _, inputs, output: sizes.append(len(inputs[0])))
+    collator = DataCollatorForContextParallel(config, max_tokens=32)
+    losses = document_losses(model, ContextParallelDataLoader(documents(), collator=collator, mesh=mesh), mesh=mesh)
+    check(losses)
+    assert max(sizes) == min(chunk, 32) and sum(sizes) == sum(LENGTHS)
 
 
 def test_standard_error_of_equal_documents_is_the_usual_one():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from unittest import mock
@@ -14,11 +15,13 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 
-from hf_cp.attention import ring
+from hf_cp.attention import exchange, gather, ring
 from hf_cp.config import ContextParallelConfig
 from hf_cp.data.collator import PackedRow
 from hf_cp.models import patch
 from hf_cp.models.patch import apply_context_parallel
+from hf_cp.parallel.mesh import ContextParallelMesh
+from hf_cp.tools import verify as verify_module
 from hf_cp.tools.verify import VerifyReport, verify_context_parallel
 from tests.models.tiny import VOCAB_SIZE, tiny_model
 
@@ -78,13 +81,36 @@ def lost_target() -> contextmanager:
 
 @contextmanager
 def dropped_remote_gradients() -> Iterator[None]:
-    """dK and dV that other ranks found do not come home: the forward pass, and so the first loss, is right."""
-    original = ring.start_hop
+    """dK and dV that other ranks found do not come home: the forward pass, and so the first loss, is right.
 
-    def start_hop(tensor, mesh, *, tag=0):
-        return original(torch.zeros_like(tensor) if tag == ring.GRAD_TAG else tensor, mesh, tag=tag)
+    Planted in all three engines; they send gradients from `backward` itself, and keys and values from a helper.
+    """
 
-    with mock.patch.object(ring, "start_hop", start_hop):
+    def planted(original: Callable) -> Callable:
+        def start(tensor: torch.Tensor, mesh, **kwargs):
+            is_gradient = kwargs.get("tag", ring.GRAD_TAG) == ring.GRAD_TAG
+            is_gradient &= sys._getframe(1).f_code.co_name == "backward"
+            return original(torch.zeros_like(tensor) if is_gradient else tensor, mesh, **kwargs)
+
+        return start
+
+    with (
+        mock.patch.object(ring, "start_hop", planted(ring.start_hop)),
+        mock.patch.object(exchange, "start_exchange", planted(exchange.start_exchange)),
+        mock.patch.object(gather, "start_exchange", planted(gather.start_exchange)),
+    ):
+        yield
+
+
+@contextmanager
+def wrong_sum_on_one_rank() -> Iterator[None]:
+    """Only rank 1 gets a wrong sum of gradients, so only rank 1 can see it."""
+    original = verify_module.sum_over_cp
+
+    def sum_over_cp(tensor, mesh):
+        return original(tensor, mesh) * (1.01 if mesh.rank == 1 and tensor.ndim else 1.0)
+
+    with mock.patch.object(verify_module, "sum_over_cp", sum_over_cp):
         yield
 
 
@@ -154,7 +180,6 @@ def test_puts_everything_back(world2):
         (scaled_loss, "cp_size times too large"),
         (one_wrong_position, "positions"),
         (lost_target, "Targets were lost"),
-        (dropped_remote_gradients, "backward pass"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -163,8 +188,24 @@ def test_fails_on_a_planted_fault(world2, fault, message):
         assert not report.passed
         assert "FAILED" in report.table() and message in report.table()
         assert report.worst_gradient_relative_error > 10 * report.gradient_tolerance
-        if fault is dropped_remote_gradients:
-            assert report.loss_cpN == pytest.approx(report.loss_cp1, rel=1e-6)  # only gradients can show it
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("ring_comm", ["p2p", "exchange", "allgather"])
+def test_fails_where_gradients_do_not_come_home(world2, ring_comm):
+    config = dataclasses.replace(RING2, ring_comm=ring_comm)
+    for report in world2.run(verify, config, torch.float32, fault=dropped_remote_gradients):
+        assert not report.passed and "backward pass" in report.table()
+        assert report.worst_gradient_relative_error > 10 * report.gradient_tolerance
+        assert report.loss_cpN == pytest.approx(report.loss_cp1, rel=1e-6)  # only gradients can show it
+
+
+@pytest.mark.distributed
+def test_all_processes_reach_the_same_verdict(world4):
+    """One of two groups has a fault, on one of its processes: all four fail, with the same numbers."""
+    first, *others = world4.run(verify, RING2, torch.float32, fault=wrong_sum_on_one_rank)
+    assert not first.passed and first.worst_gradient_relative_error == pytest.approx(0.01, rel=1e-3)
+    assert others == [first] * 3
 
 
 def report(**changes) -> VerifyReport:
@@ -225,6 +266,22 @@ def different_weights() -> VerifyReport:
 def test_refuses_ranks_with_different_weights(world2):
     for error in world2.run(different_weights, expect_error=True):
         assert error.type_name == "RuntimeError" and "do not hold the same model" in error.message
+
+
+def equal_start(*losses: float) -> None:
+    mesh = ContextParallelMesh(RING2)
+    verify_module._check_equal_start(losses[mesh.rank], mesh, 1e-5)
+
+
+@pytest.mark.distributed
+def test_start_is_judged_alike_on_all_processes(world2, world4):
+    """The second loss differs from the first by a little more than is allowed, and from the mean by half of that."""
+    assert world2.run(equal_start, 1.0, 1 + 0.9e-5) == [None, None]
+    assert world4.run(equal_start, 1.0, 1.0, 2.0, 2.0) == [None] * 4  # each group has a row of its own
+    cases = [(world2, (1.0, 1 + 2.00001e-5)), (world2, (1.0, math.nan)), (world4, (1.0, 1.0, 1.0, 1.1))]
+    for world, losses in cases:
+        errors = world.run(equal_start, *losses, expect_error=True)
+        assert all("do not hold the same model" in error.message for error in errors)
 
 
 def test_refuses_what_it_cannot_compare():

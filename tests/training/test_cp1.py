@@ -1,4 +1,4 @@
-"""cp_size 1 is the stock Trainer, bit for bit, and adds no communication (case I7); packing works there too."""
+"""cp_size 1 is the stock Trainer, bit for bit, and adds no communication; packing works there too."""
 
 from __future__ import annotations
 
@@ -80,12 +80,12 @@ def assert_same(ours, stock) -> None:
     assert all(torch.equal(ours[0][name], parameter) for name, parameter in stock[0].items())
 
 
-def test_i7_one_process():
+def test_one_process_is_the_stock_trainer():
     assert_same(run_trainer(ContextParallelTrainer), run_trainer(Trainer))
 
 
 @pytest.mark.distributed
-def test_i7_two_processes(world2):
+def test_two_processes_are_the_stock_trainer(world2):
     stock = world2.run(run_trainer, Trainer)
     for ours, expected in zip(world2.run(run_trainer, ContextParallelTrainer), stock, strict=True):
         assert_same(ours, expected)
@@ -104,7 +104,7 @@ def test_packed_rows_with_the_untouched_model(world2):
 
 
 def test_columns_that_no_model_takes():
-    """Case E6: `seq_lengths` cuts a feature into documents; the stock Trainer would drop the column."""
+    """`seq_lengths` cuts a feature into documents; the stock Trainer would drop the column."""
     joined = [
         {name: first[name] + second[name] for name in first}
         | {"seq_lengths": [len(d["labels"]) for d in (first, second)]}

@@ -9,7 +9,7 @@ import pytest
 
 from tests.examples.launch import EXAMPLES, Finished, free_port, run, torchrun
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.usefixtures("deepspeed_extension")]
 
 
 def zero2(script: str, *options: str) -> Finished:

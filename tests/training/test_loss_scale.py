@@ -1,4 +1,4 @@
-"""The scale of loss and gradients: unequal targets per rank and per micro-step, counted once (cases C1 to C9)."""
+"""The scale of loss and gradients: unequal targets per rank and per micro-step, counted once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def model_losses() -> tuple[float, float]:
     return float(model(**batch).loss.detach()), int((batch["shift_labels"] != -100).sum())
 
 
-def test_c1_unequal_targets_per_rank(world2):
+def test_unequal_targets_per_rank(world2):
     """The token mean is 2.5; the mean of the two ranks' means would be 3.0."""
     (loss0, targets0), (loss1, targets1) = world2.run(model_losses)
     assert (targets0, targets1) == (6, 2)
@@ -55,7 +55,7 @@ def train_two_documents(config: ContextParallelConfig, accumulation: int, featur
     return trainer.state.log_history[0], model.lm_head.weight.detach().clone()
 
 
-def test_c2_c9_unequal_micro_steps(world2):
+def test_unequal_micro_steps(world2):
     """Two micro-steps follow the same loss, 2.5, and take the same step as one row with both documents."""
     expected_log, expected_weight = train_two_documents(REF, 1, 2)
     start = make_fixed_loss_model().lm_head.weight
@@ -86,7 +86,7 @@ def train_masked_half(config: ContextParallelConfig) -> tuple[list[float], float
     return trainer.step_losses(), eval_loss, model.lm_head.weight.detach().clone(), has_graph
 
 
-def test_c3_rank_without_targets(world2):
+def test_rank_without_targets(world2):
     losses, eval_loss, weight, _ = train_masked_half(REF)
     for rank_losses, rank_eval_loss, rank_weight, has_graph in world2.run(train_masked_half, RING2_CONTIGUOUS):
         assert rank_losses == pytest.approx(losses, rel=1e-10)
@@ -119,7 +119,7 @@ def count_targets(config: ContextParallelConfig) -> list[int]:
     return trainer.counts
 
 
-def test_c5_targets_are_counted_once(world4):
+def test_targets_are_counted_once(world4):
     """dp 2 x cp 2, 2 micro-steps: 7 + 5 + 3 + 1 on every rank, not twice that and not half of it."""
     assert world4.run(count_targets, ContextParallelConfig(ring_degree=2)) == [[16, 16]] * 4
 
@@ -129,7 +129,7 @@ def train_clipped(config: ContextParallelConfig, accumulation: int):
     return train(config, documents, max_grad_norm=0.1, gradient_accumulation_steps=accumulation, max_steps=2)
 
 
-def test_c8_clipping(world4):
+def test_clipping(world4):
     """The norm before clipping and the clipped step are those of one process."""
     reference = train_clipped(REF, 2)
     assert min(reference.grad_norms) > 0.2  # it does clip

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import copy
+import os
 
 import pytest
 import torch
+from accelerate.utils import FullyShardedDataParallelPlugin
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import cross_entropy
 
 from hf_cp.config import ContextParallelConfig
 from hf_cp.models.patch import apply_context_parallel
+from hf_cp.parallel.reduce import sum_over_world
 from hf_cp.training import ContextParallelPlugin
+from hf_cp.training.precision import reduce_fsdp_in_fp32
 from hf_cp.training.zero import check_batch_sizes, complete_zero_config, make_zero_config
 from tests.training.fixed_loss import LOSS_2, LOSS_4, make_document, make_fixed_loss_model
 from tests.training.loops import run_ddp_loop
@@ -51,7 +56,7 @@ def windows_of(documents: list[dict], rows_per_step: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("config", [REF, STOCK], ids=["our loss", "stock model"])
 def test_one_process_equals_single_documents(config):
-    """Packing and chunked loss change nothing (case B16); every other exactness test builds on this one."""
+    """Packing and chunked loss change nothing; every other exactness test builds on this one."""
     documents = make_documents(LENGTHS)
     losses, parameters = by_hand(documents, windows_of(documents, 2))
     record = run_ddp_loop(config, documents, 2)
@@ -100,7 +105,7 @@ def two_micro_steps(config: ContextParallelConfig) -> tuple[list[float], int]:
 
 
 @pytest.mark.distributed
-def test_c2_unequal_micro_steps(world2):
+def test_unequal_micro_steps(world2):
     """6 targets of loss 2 and 2 of loss 4: 2.5, as the mean over ranks and micro-steps."""
     results = world2.run(two_micro_steps, RING2)
     assert sum(sum(losses) for losses, _ in results) / 4 == pytest.approx(2.5, rel=1e-12)
@@ -127,7 +132,7 @@ def windows(config: ContextParallelConfig) -> tuple[list[int], list[list[bool]],
 
 
 @pytest.mark.distributed
-def test_c5_windows(world4):
+def test_windows(world4):
     """Targets are counted once; a short last window synchronises; a window without targets has a finite loss."""
     for counts, synced, rows_per_step in world4.run(windows, RING2):
         assert counts == [16, 0]
@@ -185,6 +190,153 @@ def test_schedulers_step_once_per_optimizer_step(world2):
     assert world2.run(learning_rates) == [[1 / 2, 1 / 3, 1 / 4]] * 2
 
 
+def interrupted_loop(folder: str, stop: int | None, resumed: bool) -> tuple[list[list[int]], dict]:
+    """The documented loop over two epochs of 5 rows; saves and ends after `stop` steps. What it saw, its weights."""
+    plugin = ContextParallelPlugin(RING2)
+    accelerator = plugin.accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = apply_context_parallel(make_model(), plugin.mesh)
+    wrapped, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters(), lr=1e-2))
+    loader = plugin.data_loader(make_documents([16] * 5), max_tokens=16, seed=3)
+    if resumed:
+        accelerator.load_state(folder)
+    seen, steps = [], 0
+    for epoch in range(loader.epoch, 2):
+        loader.set_epoch(epoch)
+        for batches, num_items in plugin.accumulation_windows(loader):
+            for batch in batches:
+                seen.append(batch["input_ids"][0].tolist())
+                accelerator.backward(plugin.loss(wrapped, batch, num_items=num_items))
+            optimizer.step()
+            optimizer.zero_grad()
+            steps += 1
+            if steps == stop:
+                accelerator.save_state(folder)
+                return seen, {}
+    return seen, {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("stop", [2, 4], ids=["in epoch 0", "in epoch 1"])
+def test_loop_resumes_where_it_was_saved(world2, tmp_path, stop):
+    whole = world2.run(interrupted_loop, str(tmp_path), None, False)
+    before = world2.run(interrupted_loop, str(tmp_path), stop, False)
+    after = world2.run(interrupted_loop, str(tmp_path), None, True)
+    for (rows, parameters), (first, _), (rest, resumed) in zip(whole, before, after, strict=True):
+        assert len(rows) == 10 and 0 < len(first) < 10
+        assert first + rest == rows
+        assert all(torch.equal(resumed[name], parameter) for name, parameter in parameters.items())
+
+
+def dropped_units(seeded: bool) -> list[bool]:
+    """What dropout drops of 64 units after one seed on every rank."""
+    plugin = ContextParallelPlugin(RING2)
+    plugin.accelerator(cpu=True)
+    torch.manual_seed(0)
+    if seeded:
+        plugin.seed_dropout(0)
+    return (torch.nn.functional.dropout(torch.ones(64), 0.5) == 0).tolist()
+
+
+@pytest.mark.distributed
+def test_seed_dropout(world4):
+    assert len(set(map(tuple, world4.run(dropped_units, False)))) == 1  # so it is needed
+    first, second, third, fourth = world4.run(dropped_units, True)
+    assert first != second and (first, second) == (third, fourth)
+
+
+# Gradients are reduced in fp32
+
+
+def sixteen_bit_step(config: ContextParallelConfig, trainable: torch.dtype) -> bool:
+    """A step of adapters on a frozen bf16 model under DDP; whether they got gradients."""
+    plugin = ContextParallelPlugin(config)
+    accelerator = plugin.accelerator(cpu=True, mixed_precision="bf16")
+    model = make_model(lora=True, dtype=torch.bfloat16)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(trainable)
+    wrapped = accelerator.prepare(apply_context_parallel(model, plugin.mesh))
+    loader = plugin.data_loader(make_documents([16, 16]), max_tokens=16)
+    ((batches, num_items),) = list(plugin.accumulation_windows(loader))[:1]
+    for batch in batches:
+        accelerator.backward(plugin.loss(wrapped, batch, num_items=num_items))
+    return all(bool(p.grad.any()) for p in model.parameters() if p.requires_grad)
+
+
+@pytest.mark.distributed
+def test_ddp_of_16_bit_weights(world2):
+    """Refused if they are trained on shared rows; frozen ones, and whole rows, are fine."""
+    for error in world2.run(sixteen_bit_step, RING2, torch.bfloat16, expect_error=True):
+        assert error.type_name == "ValueError"
+        assert "28 trainable parameters are in 16 bits" in error.message and "cp_size=2" in error.message
+    assert world2.run(sixteen_bit_step, RING2, torch.float32) == [True, True]
+    assert world2.run(sixteen_bit_step, STOCK, torch.bfloat16) == [True, True]
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("policy", ["bf16", "fp16", "fp32", None])
+def test_fsdp_policy(version, policy):
+    """accelerate makes a policy that reduces and returns in the compute type; the compute type itself stays."""
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=version)
+    if policy is None:
+        assert reduce_fsdp_in_fp32(plugin) == [] and plugin.mixed_precision_policy is None
+        return
+    plugin.set_mixed_precision(policy)
+    compute = plugin.mixed_precision_policy.param_dtype
+    assert plugin.mixed_precision_policy.reduce_dtype == compute
+    changed = ["reduce_dtype=torch.float32"] + ["output_dtype=None"] * (version == 2)
+    assert reduce_fsdp_in_fp32(plugin) == (changed if compute.itemsize == 2 else [])
+    assert plugin.mixed_precision_policy.reduce_dtype == torch.float32
+    assert plugin.mixed_precision_policy.param_dtype == compute
+    plugin.validate_mixed_precision_policy()  # it is still one of accelerate's
+
+
+def fsdp2_step(policy: str | None) -> tuple[torch.dtype, float, dict[str, torch.Tensor]]:
+    """FSDP 2 itself, as accelerate calls it on GPUs: type of the loss, its mean over ranks, whole gradients."""
+    plugin, fsdp = ContextParallelPlugin(RING2), FullyShardedDataParallelPlugin(fsdp_version=2)
+    plugin.accelerator(cpu=True)
+    if policy is not None:
+        fsdp.set_mixed_precision(policy)
+        reduce_fsdp_in_fp32(fsdp)
+    model = apply_context_parallel(make_model(dtype=torch.float32), plugin.mesh)
+    for module in (*model.model.layers, model):
+        fully_shard(module, mp_policy=fsdp.mixed_precision_policy or MixedPrecisionPolicy())
+    loader = plugin.data_loader(make_documents([14, 9, 7]), max_tokens=32)
+    ((batches, num_items),) = list(plugin.accumulation_windows(loader))
+    loss = plugin.loss(model, next(batches), num_items=num_items)
+    loss.backward()
+    gradients = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+    (total,) = sum_over_world([float(loss.detach())], mesh=plugin.mesh)
+    return loss.dtype, total / 2, gradients
+
+
+@pytest.mark.distributed
+def test_fsdp2_step(world2):
+    """Exact in fp32; in bf16 the loss is not rounded to bf16 on its way out."""
+    reference = run_ddp_loop(REF, make_documents([14, 9, 7]), 1)
+    for dtype, loss, gradients in world2.run(fsdp2_step, None):
+        assert dtype == torch.float32 and loss == pytest.approx(reference.losses[0], rel=1e-6)
+        for name, gradient in reference.gradients[0].items():
+            assert relative(gradients[name].double(), gradient) < 1e-5
+    for dtype, loss, _ in world2.run(fsdp2_step, "bf16"):
+        assert dtype == torch.float32
+        assert 1e-6 < abs(loss / reference.losses[0] - 1) < 1e-2  # it did compute in bf16
+
+
+def fsdp_on_cpu() -> None:
+    """On CPU accelerate would run DDP instead."""
+    try:
+        ContextParallelPlugin(RING2).accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    finally:
+        os.environ.pop("ACCELERATE_USE_FSDP", None)  # accelerate has set it
+
+
+@pytest.mark.distributed
+def test_fsdp_that_is_silently_off(world2):
+    for error in world2.run(fsdp_on_cpu, expect_error=True):
+        assert error.type_name == "RuntimeError" and "FSDP was asked for, but" in error.message
+
+
 def test_order_of_calls():
     plugin = ContextParallelPlugin(REF)
     for use in (lambda: plugin.mesh, lambda: plugin.rows_per_step, lambda: next(plugin.accumulation_windows([]))):
@@ -230,7 +382,7 @@ def test_zero_config_refuses(stage, config, message):
         make_zero_config(stage, gradient_clipping=0.0, config=config)
 
 
-def test_d3_batch_sizes():
+def test_batch_sizes():
     """W 4, GA 2: DeepSpeed's own number is 8; others are refused with both numbers."""
     sizes = {"micro_batch_size": 1, "gradient_accumulation_steps": 2, "world_size": 4}
     config: dict = {}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
 import pytest
+import torch
 from accelerate.utils import ParallelismConfig
 from transformers import default_data_collator
 
@@ -70,7 +72,7 @@ def test_stream(tmp_path):
 
 
 def test_foreign_collator_on_a_patched_model(tmp_path):
-    """Also case E13: trainers for preference pairs bring collators of their own."""
+    """Trainers for preference pairs bring collators of their own."""
     with pytest.raises(ValueError, match=r"(?s)ring_degree=1.*function.*remove_context_parallel"):
         build(tmp_path, data_collator=default_data_collator)
 
@@ -131,7 +133,7 @@ def fails_within_five_seconds(kind: str, ring: int, ulysses: int) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("kind", ["plugin", "trainer"])
-def test_d7_impossible_sizes(world4, kind):
+def test_impossible_sizes(world4, kind):
     for ring, ulysses, shown in ((3, 1, "3"), (8, 1, "8"), (3, 2, "6"), (0, 1, "0")):
         errors = world4.run(fails_within_five_seconds, kind, ring, ulysses, expect_error=True)
         assert [error.type_name for error in errors] == ["ValueError"] * 4
@@ -149,9 +151,36 @@ def reentrant_lora() -> None:
 
 
 @pytest.mark.distributed
-def test_f3_reentrant_checkpointing_of_adapters_under_ddp(world2):
+def test_reentrant_checkpointing_of_adapters_under_ddp(world2):
     for error in world2.run(reentrant_lora, expect_error=True):
         assert error.type_name == "ValueError" and "ddp_find_unused_parameters=False" in error.message
+
+
+def train_16_bit_weights(config: ContextParallelConfig) -> None:
+    make_trainer(make_model(dtype=torch.bfloat16), config, make_documents([9]), max_steps=1).train()
+
+
+@pytest.mark.distributed
+def test_16_bit_trainable_weights_under_ddp(world2):
+    """DDP would add up parts of one gradient in 16 bits; with whole rows on each rank they are no parts."""
+    for error in world2.run(train_16_bit_weights, RING2, expect_error=True):
+        assert error.type_name == "ValueError" and "trainable parameters in 16 bits" in error.message
+        assert "cp_size=2" in error.message and "bf16=True" in error.message
+    assert world2.run(train_16_bit_weights, STOCK) == [None, None]
+
+
+def fsdp_on_cpu() -> None:
+    try:
+        make_trainer(make_model(), RING2, make_documents([9]), fsdp=True)
+    finally:
+        for name in [name for name in os.environ if name.startswith(("FSDP_", "ACCELERATE_USE_FSDP"))]:
+            del os.environ[name]
+
+
+@pytest.mark.distributed
+def test_fsdp_that_is_silently_off(world2):
+    for error in world2.run(fsdp_on_cpu, expect_error=True):
+        assert error.type_name == "RuntimeError" and "FSDP was asked for, but" in error.message
 
 
 def double_setup() -> None:
@@ -159,7 +188,7 @@ def double_setup() -> None:
 
 
 @pytest.mark.distributed
-def test_d9_double_setup(world2):
+def test_double_setup(world2):
     for error in world2.run(double_setup, expect_error=True):
         assert error.type_name == "ValueError" and "cp_size=2" in error.message
 

@@ -1,9 +1,10 @@
-"""What a user of the Trainer sees: steps, epochs, rows, tokens, evaluation, saved adapters (cases D5, D9, E, F)."""
+"""What a user of the Trainer sees: steps, epochs, rows, tokens, evaluation, saved adapters."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -70,7 +71,7 @@ def run_epoch(config: ContextParallelConfig, max_tokens: int | None, **settings)
 
 
 @pytest.mark.parametrize("max_tokens", [16, None])
-def test_e4_steps_epochs_and_rows(world4, max_tokens):
+def test_steps_epochs_and_rows(world4, max_tokens):
     """8 rows on dp 2 x cp 2."""
     cases = [
         ({}, 4, 1.0, 2, 8),
@@ -88,7 +89,7 @@ def test_e4_steps_epochs_and_rows(world4, max_tokens):
         assert len({first for result in results for first in result["firsts"]}) == rows
 
 
-def test_e4_rows_are_permuted_by_epoch(world4):
+def test_rows_are_permuted_by_epoch(world4):
     results = world4.run(run_epoch, RING2, 16, num_train_epochs=2)
     per_epoch = [sorted(t for r in results for e, t in r["firsts"] if e == epoch) for epoch in (0, 1)]
     assert per_epoch == [list(range(8))] * 2
@@ -119,8 +120,8 @@ def evaluate(config: ContextParallelConfig, lengths: list[int], max_tokens: int 
 
 
 @pytest.mark.parametrize("lengths", [SIXTEEN, [16] * 5], ids=["8 rows", "5 rows"])
-def test_e1_e5_eval_loss(request, lengths):
-    """The token mean over every document once: odd numbers of rows, and shards without a single target (case C3)."""
+def test_eval_loss(request, lengths):
+    """The token mean over every document once: odd numbers of rows, and shards without a single target."""
     documents = make_documents(lengths, masked=0.6)
     documents[0]["labels"] = [-100] * 14 + documents[0]["input_ids"][14:]
     expected = token_mean(documents)
@@ -152,6 +153,37 @@ def token_mean(documents: list[dict]) -> float:
     return total / count
 
 
+def test_own_evaluation_sets_are_packed_once():
+    """By name, as an object and as the default it is one data set; a replaced one is packed anew."""
+    documents = make_documents([16] * 5)
+    trainer = make_trainer(make_model(), REF, documents, max_tokens=16, eval_dataset=documents)
+    loader = trainer.get_eval_dataloader()
+    with mock.patch.object(trainer, "_make_loader", side_effect=AssertionError("packed again")):
+        trainer.evaluate()  # the Trainer passes the data set itself
+        assert trainer.get_eval_dataloader(documents) is loader
+    other = make_documents([16] * 3)
+    assert len(trainer.get_eval_dataloader(other)) == 3  # a foreign one is not kept
+    assert trainer.get_eval_dataloader(other) is not trainer.get_eval_dataloader(other)
+
+    trainer.eval_dataset = {"a": documents, "b": other}
+    first, second = trainer.get_eval_dataloader("a"), trainer.get_eval_dataloader("b")
+    assert (len(first), len(second)) == (5, 3)
+    assert trainer.get_eval_dataloader(other) is second
+    trainer.eval_dataset = {"a": make_documents([16] * 2), "b": other}
+    assert len(trainer.get_eval_dataloader("a")) == 2
+    assert trainer.get_eval_dataloader("b") is second
+    trainer.evaluate()
+    assert len(trainer._eval_loaders) == 2  # what was replaced is let go
+
+
+def test_own_numbers_are_logged_as_they_are():
+    documents = make_documents([16] * 3)
+    trainer = make_trainer(make_model(), REF, documents, max_tokens=16, eval_dataset=documents)
+    trainer.log({"xyz_steps_per_second": 3.0, "eval_runtime_steps_per_second": 4.0, "eval_runtime": 1.0})
+    logged = trainer.state.log_history[-1]
+    assert (logged["xyz_steps_per_second"], logged["eval_runtime_steps_per_second"]) == (3.0, 4.0)
+
+
 def train_and_evaluate_odd(drop_last: bool) -> tuple[int, list[float]]:
     documents = make_documents([16] * 5)
     trainer = make_trainer(
@@ -173,7 +205,7 @@ def train_and_evaluate_odd(drop_last: bool) -> tuple[int, list[float]]:
 
 
 @pytest.mark.parametrize(("drop_last", "steps"), [(False, 6), (True, 4)])
-def test_e5_odd_data_set(world4, drop_last, steps):
+def test_odd_data_set(world4, drop_last, steps):
     results = world4.run(train_and_evaluate_odd, drop_last)
     assert [result[0] for result in results] == [steps] * 4
     assert all(len(result[1]) == 3 and result[1] == results[0][1] for result in results)
@@ -182,7 +214,7 @@ def test_e5_odd_data_set(world4, drop_last, steps):
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["plain", "reentrant"])
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-def test_e12_f3_gradient_checkpointing(world2, lora, reentrant):
+def test_gradient_checkpointing(world2, lora, reentrant):
     """Recomputation repeats the collectives; with frozen embeddings the reentrant kind needs inputs with a graph."""
     documents = make_documents([30, 21, 11])
     reference = train(REF, documents, lora=lora, max_steps=1)
@@ -212,7 +244,7 @@ def trainable_names() -> tuple[list[str], list[str]]:
     return before, [name for name, parameter in wrapped if parameter.requires_grad]
 
 
-def test_f2_trainable_set(world2):
+def test_trainable_set(world2):
     for before, after in world2.run(trainable_names):
         assert before == after and len(before) == 28
 
@@ -228,7 +260,7 @@ def parameters_agree() -> bool:
     return all(agree)
 
 
-def test_d5_parameters_stay_equal(world4):
+def test_parameters_stay_equal(world4):
     assert world4.run(parameters_agree) == [True] * 4
 
 
@@ -240,7 +272,7 @@ def tokens_in_layer_0() -> set[int]:
     return seen
 
 
-def test_d9_rows_are_cut_once(world2):
+def test_rows_are_cut_once(world2):
     assert world2.run(tokens_in_layer_0) == [{8}] * 2
 
 
@@ -274,7 +306,7 @@ def merged_logits(folder: str, config: ContextParallelConfig) -> torch.Tensor:
     return layout.unshard(shards)
 
 
-def test_f10_adapter_round_trip(world2, world4, tmp_path: Path):
+def test_adapter_round_trip(world2, world4, tmp_path: Path):
     """One complete adapter, written once; merged, it gives the trained model's logits with cp 1 and cp 4."""
     from safetensors.torch import load_file
 
