@@ -48,7 +48,7 @@ check: ## is everything here that cannot be installed by pip?
 setup: $(ALL) ## create .venv with the package, all extras and the development tools
 	@echo "Ready: 'make quickstart', 'make test', or 'source $(BIN)/activate' for your own scripts."
 
-quickstart: $(DEMO) ## fine-tune a real model on two CPU processes and prove the result exact (about 12 minutes)
+quickstart: $(DEMO) ## fine-tune a real model on two CPU processes and prove the result exact (about 10 minutes)
 	@mkdir -p $(TORCH_EXTENSIONS_DIR)
 	@# A run that was killed while DeepSpeed compiled leaves a lock on which the next one would wait for ever.
 	@find $(TORCH_EXTENSIONS_DIR) -name lock -type f -delete

@@ -107,3 +107,25 @@ def test_token_losses_of_patched_and_untouched_models():
     untouched = local_token_losses(tiny_model(), row.whole_batch())
     assert patched.shape == (sum(LENGTHS),) and torch.allclose(patched, untouched, atol=1e-12)
     assert not patched[row.shift_labels == -100].any() and (patched[row.shift_labels != -100] > 0).all()
+
+
+def packed_against_single_documents() -> None:
+    """A packed row on two ranks against its documents one by one in the untouched model, weighted by their targets."""
+    lengths, config = (3, 5, 2, 6), ContextParallelConfig(ring_degree=2)
+    row = Row(lengths, masked=0.2)
+    untouched = tiny_model()
+    for ids, labels in zip(row.input_ids.split(lengths), row.labels.split(lengths), strict=True):
+        num_targets = int((labels[1:] != -100).sum())
+        if num_targets:
+            mean = untouched(ids[None], labels=labels[None], use_cache=False).loss
+            (mean * num_targets / row.num_targets).backward()
+    model = apply_context_parallel(tiny_model(), config)
+    mesh = context_parallel_state(model).mesh
+    model(**row.local_batch(SequenceLayout(lengths, config), mesh.cp_rank)).loss.backward()
+    for name, gradient in averaged_gradients(model, mesh).items():
+        assert relative_error(gradient, dict(untouched.named_parameters())[name].grad) < 1e-5, name
+
+
+@pytest.mark.distributed
+def test_a_packed_row_is_the_token_mean_of_its_documents(world2):
+    world2.run(packed_against_single_documents)
