@@ -213,15 +213,28 @@ def save(tables: dict, heads: str, args: argparse.Namespace) -> None:
         for variant, values in table["ratios"].items()
         if "share" in values
     }
-    figure, axes = plt.subplots(figsize=(8, 0.35 * len(shares) + 1.2))
+    figure, (axes, growth) = plt.subplots(1, 2, figsize=(13, 0.3 * len(shares) + 1.5), width_ratios=(3, 2))
     for place, (median, low, high) in enumerate(shares.values()):
         axes.errorbar(median, place, xerr=[[median - low], [high - median]], fmt="o", capsize=4)
     axes.axvline(0.5, linestyle="--", color="grey", label="half of one process")
     axes.set_yticks(range(len(shares)), list(shares))
     axes.set_xlabel("time on two processes / one process (median, 95 % interval)")
     axes.legend()
+    draw_growth(growth, args.tokens, list(tables.values()))
     figure.tight_layout()
     figure.savefig(args.output.with_suffix(".png"), dpi=120)
+
+
+def draw_growth(axes, tokens: list[int], tables: list[dict]) -> None:
+    """Median seconds over the row's length, with the quadratic bound through one process's longest row."""
+    for name in ("one process", *VARIANTS):
+        axes.loglog(tokens, [np.median(table["seconds"][name]) for table in tables], marker="o", label=name)
+    longest = np.median(tables[-1]["seconds"]["one process"])
+    axes.loglog(tokens, [longest * (n / tokens[-1]) ** 2 for n in tokens], "--", color="grey", label="quadratic")
+    axes.set_xticks(tokens, [f"{n:,}" for n in tokens], minor=False)
+    axes.set_xlabel("tokens of the row")
+    axes.set_ylabel("seconds, forward + backward")
+    axes.legend()
 
 
 if __name__ == "__main__":
