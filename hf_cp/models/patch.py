@@ -22,6 +22,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from hf_cp.attention.kernels import choose_kernel
 from hf_cp.attention.usp import context_parallel_attention
 from hf_cp.config import ContextParallelConfig
 from hf_cp.models.batch import check_batch
@@ -57,6 +58,7 @@ class ContextParallelState:
     attn_implementation: str  # before the patch
     forward: Callable  # before the patch
     active: bool = True
+    kernel_name: str | None = None  # of the first attention call
 
 
 def apply_context_parallel(model: nn.Module, config_or_mesh: ContextParallelConfig | ContextParallelMesh) -> nn.Module:
@@ -257,8 +259,14 @@ def _attention(
             "context_parallel_disabled(model) for whole rows."
         )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    mesh = getattr(module, _STATE).mesh
-    out = context_parallel_attention(q, k, v, mesh=mesh, layout=hf_cp_layout, window=sliding_window, scale=scaling)
+    state: ContextParallelState = getattr(module, _STATE)
+    out = context_parallel_attention(
+        q, k, v, mesh=state.mesh, layout=hf_cp_layout, window=sliding_window, scale=scaling
+    )
+    if state.kernel_name is None:  # known once the first call has shown the dtype; said once
+        state.kernel_name = choose_kernel(state.config.kernel, out, out).name
+        if state.mesh.rank == 0:
+            logger.info("Attention runs the %s kernel in %s on %s", state.kernel_name, out.dtype, out.device.type)
     return out.unsqueeze(0), None
 
 

@@ -362,6 +362,17 @@ def test_unknown_models_are_refused():
         apply_context_parallel(nn.Linear(2, 2), ContextParallelConfig(force=True))
 
 
+def test_the_kernel_is_said_once(caplog):
+    config, row = ContextParallelConfig(force=True), Row(LENGTHS)
+    with caplog.at_level("INFO"):
+        model = apply_context_parallel(tiny_model(), config)
+        for _ in range(2):
+            model(**row.local_batch(SequenceLayout(LENGTHS, config), 0))
+    said = [record.getMessage() for record in caplog.records if record.name == "hf_cp.models.patch"]
+    assert "layout document, ring_comm auto, kernel auto" in said[0]
+    assert said[1:] == ["Attention runs the sdpa kernel in torch.float64 on cpu"]
+
+
 def test_heads_are_checked_before_the_world():
     with pytest.raises(ValueError, match="does not divide the 4 query heads"):
         apply_context_parallel(tiny_model(), ContextParallelConfig(ulysses_degree=3))
