@@ -36,7 +36,8 @@ def attend_by_heads(
     if size == 1 and chunks == 1:
         return attend(q, k, v)
     num_kv_heads = lcm(k.shape[1], size)
-    k, v = (x.repeat_interleave(num_kv_heads // x.shape[1], dim=1) for x in (k, v))
+    if num_kv_heads > k.shape[1]:
+        k, v = (x.repeat_interleave(num_kv_heads // x.shape[1], dim=1) for x in (k, v))
     # [n, H, D] -> [u, chunks, n, H / (u * chunks), D]: consecutive heads for each rank, and for each group of them
     by_rank = [x.unflatten(1, (size, chunks, -1)).movedim(0, 2) for x in (q, k, v)]
     widths = [x.shape[3] for x in by_rank]
@@ -52,5 +53,5 @@ def attend_by_heads(
         out = attend(*heads.split(widths, dim=1))  # [T, H / (u * chunks), D]
         outs.append(start_all_to_all(out.unflatten(0, (size, -1)), mesh))
         transfer = following
-    out = torch.stack([finish_all_to_all(out) for out in outs], dim=1)  # [u, chunks, n, H / (u * chunks), D]
-    return out.movedim(2, 0).flatten(1, 3)
+    pieces = [finish_all_to_all(out).transpose(0, 1) for out in outs]  # [n, u, H / (u * chunks), D] each
+    return (torch.stack(pieces, dim=2) if chunks > 1 else pieces[0].unsqueeze(2)).flatten(1, 3)
