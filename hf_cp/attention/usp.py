@@ -13,7 +13,7 @@ import torch
 from hf_cp.attention.engine import Call, ShardAttention
 from hf_cp.attention.exchange import Exchange
 from hf_cp.attention.gather import Gather
-from hf_cp.attention.kernels import choose_kernel
+from hf_cp.attention.kernels import Kernel, choose_kernel
 from hf_cp.attention.ring import Ring
 from hf_cp.attention.ulysses import attend_by_heads
 from hf_cp.config import ContextParallelConfig, check_heads
@@ -56,8 +56,8 @@ def context_parallel_attention(
     """
     q, k, v = (_as_autocast(x) for x in (q, k, v))
     _check(q, k, v, mesh, layout)
-    chosen = choose_kernel(kernel or mesh.config.kernel, q, v)
     plan = attention_plan(layout, causal=causal, window=window)
+    chosen = _kernel_of_row(kernel or mesh.config.kernel, q, v, plan)
     config, scale = mesh.config, q.shape[-1] ** -0.5 if scale is None else scale
     name = choose_engine(config, plan)
     gather_chunks = config.head_chunks if mesh.ulysses_size == 1 and name == "allgather" else 1
@@ -69,6 +69,12 @@ def context_parallel_attention(
 
     with torch.autocast(q.device.type, enabled=False):  # sums stay in the accumulator's dtype
         return attend_by_heads(q, k, v, attend, mesh, config.head_chunks // gather_chunks)
+
+
+def _kernel_of_row(name: str, q: torch.Tensor, v: torch.Tensor, plan: AttentionPlan) -> Kernel:
+    """[`choose_kernel`], once per row instead of in every layer: it looks for installed packages."""
+    key = ("kernel", name, q.device, q.dtype, q.shape[-1], v.shape[-1])
+    return plan.schedule(key, lambda: choose_kernel(name, q, v))
 
 
 def _as_autocast(x: torch.Tensor) -> torch.Tensor:

@@ -81,7 +81,7 @@ class AttentionPlan:
         return self._tiles[key]
 
     def schedule(self, key: Hashable, make: Callable[[], Schedule]) -> Schedule:
-        """What an engine derives from the plan, made once per `key`."""
+        """What attention derives for this row (an engine's schedule, the kernel), made once per `key`."""
         if key not in self._schedules:
             self._schedules[key] = make()
         return self._schedules[key]

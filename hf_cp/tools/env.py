@@ -89,10 +89,12 @@ def collect_environment(variables: Mapping[str, str] | None = None) -> Environme
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `hf-cp env`."""
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a paste block")
 
 
 def run(args: argparse.Namespace) -> int:
+    """Prints the report; returns the exit status."""
     report = collect_environment()
     print(report.to_json() if args.json else report.to_text())
     return 0
