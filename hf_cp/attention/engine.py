@@ -94,3 +94,10 @@ class ShardAttention(torch.autograd.Function):
 def rows_to_send(k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Keys and values of the slots `rows` (int64, rising or repeated) as one message, [rows, 2, G, D]."""
     return torch.stack((k.index_select(0, rows), v.index_select(0, rows)), dim=1)
+
+
+def in_two(calls: list[TileGroup]) -> tuple[list[TileGroup], list[TileGroup]]:
+    """The calls on own keys, halved by work: in the backward pass one half hides what comes, the other what goes."""
+    work = np.cumsum([sum(tile.area for tile in group.tiles) for group in calls])
+    split = int(np.searchsorted(work, work[-1] / 2)) if calls else 0
+    return calls[:split], calls[split:]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hf_cp.attention.engine import Call, rows_to_send
+from hf_cp.attention.engine import Call, in_two, rows_to_send
 from hf_cp.attention.kernels import TileGroup
 from hf_cp.attention.merge import accumulator_dtype
 from hf_cp.attention.tiles import TileBackward, TileForward
@@ -22,7 +22,8 @@ from hf_cp.sequence.plan import renumber_keys
 
 
 class ExchangeSchedule(NamedTuple):
-    own_calls: list[TileGroup]
+    early_calls: list[TileGroup]  # on own keys, the first half
+    late_calls: list[TileGroup]
     calls: list[TileGroup]  # on the received rows
     sent_rows: torch.Tensor  # int64: own slots for each ring rank, one rank after the other
     sent: list[int]  # rows to each ring rank, [R]
@@ -35,7 +36,7 @@ class Exchange:
     def forward(self, state: TileForward, k: torch.Tensor, v: torch.Tensor, call: Call) -> None:
         schedule = _schedule(call)
         transfer = _start_fetch(k, v, schedule, call)
-        state.add(k, v, schedule.own_calls)
+        state.add(k, v, schedule.early_calls + schedule.late_calls)
         if transfer is not None:
             kv = transfer.wait()  # [M, 2, G, D]
             state.add(kv[:, 0], kv[:, 1], schedule.calls)
@@ -46,13 +47,14 @@ class Exchange:
         schedule = _schedule(call)
         transfer = _start_fetch(k, v, schedule, call)
         if transfer is None:
-            state.add(k, v, grad_kv, schedule.own_calls)
+            state.add(k, v, grad_kv, schedule.early_calls + schedule.late_calls)
             return
+        state.add(k, v, grad_kv, schedule.early_calls)  # while keys and values come
         kv = transfer.wait()
         visiting = torch.zeros_like(kv, dtype=accumulator_dtype(k.dtype))
         state.add(kv[:, 0], kv[:, 1], visiting, schedule.calls)
         home = start_exchange(call.wire(visiting), call.mesh, sent=schedule.received, received=schedule.sent)
-        state.add(k, v, grad_kv, schedule.own_calls)  # while they travel
+        state.add(k, v, grad_kv, schedule.late_calls)  # while they travel
         rows, parts = (x.split(schedule.sent) for x in (schedule.sent_rows, home.wait()))
         for rank_rows, part in zip(rows, parts, strict=True):
             # one rank at a time: a row may be in several parts, and the order of the sum must not change
@@ -82,7 +84,7 @@ def _schedule(call: Call) -> ExchangeSchedule:
             for tile in renumber_keys(plan.tiles(rank, other), received[other])
         ]
         return ExchangeSchedule(
-            call.plan_calls(plan.tiles(rank, rank)),
+            *in_two(call.plan_calls(plan.tiles(rank, rank))),
             call.plan_calls(tiles),
             call.on_device(np.concatenate(sent)),
             [len(rows) for rows in sent],

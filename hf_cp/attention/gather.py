@@ -16,15 +16,16 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from hf_cp.attention.engine import Call, rows_to_send
+from hf_cp.attention.engine import Call, in_two, rows_to_send
 from hf_cp.attention.kernels import TileGroup
 from hf_cp.attention.merge import accumulator_dtype
 from hf_cp.attention.tiles import TileBackward, TileForward
-from hf_cp.parallel.collectives import Transfer, start_all_gather, start_exchange
+from hf_cp.parallel.collectives import Transfer, start_all_gather, start_return
 
 
 class GatherSchedule(NamedTuple):
-    own_calls: list[TileGroup]
+    early_calls: list[TileGroup]  # on own keys, the first half
+    late_calls: list[TileGroup]
     calls: list[TileGroup]  # on the gathered rows
     own_rows: torch.Tensor  # int64: slots that are gathered
     order: torch.Tensor | None  # int64 [N]: place of every gathered row in [R * S]
@@ -47,27 +48,27 @@ class Gather:
     def forward(self, state: TileForward, k: torch.Tensor, v: torch.Tensor, call: Call) -> None:
         schedule = _schedule(call)
         fetched = _prefetch(k, v, self._groups(state.q, k), schedule, call)
-        state.add(k, v, schedule.own_calls)
+        state.add(k, v, schedule.early_calls + schedule.late_calls)
         for heads, kv in fetched:
             state.heads(heads.queries).add(kv[:, 0], kv[:, 1], schedule.calls)
 
     def backward(
         self, state: TileBackward, k: torch.Tensor, v: torch.Tensor, grad_kv: torch.Tensor, call: Call
     ) -> None:
-        schedule, size = _schedule(call), call.mesh.ring_size
+        schedule = _schedule(call)
         fetched = _prefetch(k, v, self._groups(state.q, k), schedule, call)
-        state.add(k, v, grad_kv, schedule.own_calls)
-        own_rows, order = schedule.own_rows, schedule.order
+        state.add(k, v, grad_kv, schedule.early_calls)  # while keys and values come
+        homeward = None
         for heads, kv in fetched:
             grad = torch.zeros_like(kv, dtype=accumulator_dtype(k.dtype))  # [N, 2, g, D]
             state.heads(heads.queries).add(kv[:, 0], kv[:, 1], grad, schedule.calls)
-            rows = schedule.rows_per_rank
-            parts = grad
-            if order is not None:
-                parts = grad.new_zeros(size * rows, *grad.shape[1:]).index_copy_(0, order, grad)
-            home = start_exchange(call.wire(parts), call.mesh, sent=[rows] * size, received=[rows] * size)
-            total = home.wait().view(size, rows, *grad.shape[1:]).sum(0, dtype=grad.dtype)
-            grad_kv[own_rows, :, heads.kv] += total[: len(own_rows)]
+            if homeward is not None:
+                _take_home(grad_kv, homeward, schedule)
+            homeward = _start_home(heads.kv, grad, schedule, call)
+        state.visit(schedule.calls)  # all groups of heads have
+        state.add(k, v, grad_kv, schedule.late_calls)  # while their gradients go
+        if homeward is not None:
+            _take_home(grad_kv, homeward, schedule)
 
     def _groups(self, q: torch.Tensor, k: torch.Tensor) -> list[Heads]:
         num_heads, num_kv_heads, chunks = q.shape[1], k.shape[1], self.head_chunks
@@ -104,13 +105,39 @@ def _prefetch(
     return take()
 
 
+class Homeward(NamedTuple):
+    """Gradients of a group of K/V heads on their way to the ranks that have the rows."""
+
+    heads: slice
+    own: torch.Tensor  # [S, 2, g, D]: what this rank found for its own rows, in the accumulator's dtype
+    others: Transfer  # [R - 1, S, 2, g, D]
+
+
+def _start_home(heads: slice, grad: torch.Tensor, schedule: GatherSchedule, call: Call) -> Homeward:
+    """Sends the gradients [N, 2, g, D] of the gathered rows home."""
+    size, rows = call.mesh.ring_size, schedule.rows_per_rank
+    if schedule.order is not None:
+        grad = grad.new_zeros(size * rows, *grad.shape[1:]).index_copy_(0, schedule.order, grad)
+    blocks = grad.view(size, rows, *grad.shape[1:])
+    return Homeward(heads, blocks[call.mesh.ring_rank], start_return(call.wire(blocks), call.mesh))
+
+
+def _take_home(grad_kv: torch.Tensor, homeward: Homeward, schedule: GatherSchedule) -> None:
+    """Adds what all ranks found for this rank's rows to `grad_kv` [T, 2, G, D], one rank after the other."""
+    rows, total = schedule.own_rows, grad_kv[:, :, homeward.heads]
+    if schedule.order is not None:  # else own keys were used where they are
+        total.index_add_(0, rows, homeward.own[: len(rows)])
+    for part in homeward.others.wait():
+        total.index_add_(0, rows, part[: len(rows)].to(total.dtype))
+
+
 def _schedule(call: Call) -> GatherSchedule:
     plan, rank = call.plan, call.mesh.ring_rank
 
     def make() -> GatherSchedule:
         keys = plan.gathered(rank, by_row=call.kernel.bands)
         return GatherSchedule(
-            call.plan_calls(keys.own_tiles),
+            *in_two(call.plan_calls(keys.own_tiles)),
             call.plan_calls(keys.tiles),
             call.on_device(plan.shared_rows(rank)),
             None if keys.order is None else call.on_device(keys.order),

@@ -75,6 +75,11 @@ class TileBackward:
             setattr(part, name, getattr(self, name)[:, heads])
         return part
 
+    def visit(self, groups: list[TileGroup]) -> None:
+        """Marks the queries of `groups` as having a part of their gradient, as `add` of these groups does."""
+        for group in groups:
+            _is_first_visit(self._visited, group)
+
     def add(self, k: torch.Tensor, v: torch.Tensor, grad_kv: torch.Tensor, groups: list[TileGroup]) -> None:
         """Adds the tiles' part of the gradients of k and v [M, G, D] to `grad_kv` [M, 2, G, D], in its dtype."""
         for group in groups:

@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from hf_cp.parallel.mesh import ContextParallelMesh
 
+DIRECT_TAG = 2  # of sends to all ring ranks at once; hops use smaller ones
+
 
 @dataclass
 class Transfer:
@@ -63,12 +65,41 @@ def start_exchange(
 
 
 def start_all_gather(tensor: torch.Tensor, mesh: ContextParallelMesh) -> Transfer:
-    """Starts to gather `tensor` [rows, ...] of every ring rank into [ring_size * rows, ...]."""
-    tensor = tensor.contiguous()
-    buffer = tensor.new_empty(mesh.ring_size * len(tensor), *tensor.shape[1:])
-    work = dist.all_gather_single(buffer, tensor, group=mesh.ring_group, async_op=True)
-    mesh.traffic.ring_bytes += tensor.nbytes * (mesh.ring_size - 1)
-    return Transfer(buffer, tensor, [work])
+    """Starts to gather `tensor` [rows, ...] of every ring rank into [ring_size * rows, ...].
+
+    Every rank sends to every other, straight into its place: gloo's own all-gather copies everything three times.
+    """
+    tensor, rank = tensor.contiguous(), mesh.ring_rank
+    gathered = tensor.new_empty(mesh.ring_size, *tensor.shape)
+    gathered[rank] = tensor
+    works = _start_sends([tensor] * mesh.ring_size, list(gathered), mesh)
+    return Transfer(gathered.flatten(0, 1), tensor, works)
+
+
+def start_return(blocks: torch.Tensor, mesh: ContextParallelMesh) -> Transfer:
+    """Starts to send block j of `blocks` [ring_size, ...] to ring rank j; the own block stays.
+
+    What arrives is [ring_size - 1, ...]: a block from each other ring rank, in their order.
+    """
+    blocks = blocks.contiguous()
+    received = torch.empty_like(blocks[1:])
+    places = list(received)
+    places.insert(mesh.ring_rank, blocks[mesh.ring_rank])
+    return Transfer(received, blocks, _start_sends(list(blocks), places, mesh))
+
+
+def _start_sends(
+    sent: list[torch.Tensor], received: list[torch.Tensor], mesh: ContextParallelMesh
+) -> list[dist.Work]:
+    """Starts to send `sent[j]` to ring rank j and to receive `received[j]` from it, for all but this rank."""
+    rank, size, group = mesh.ring_rank, mesh.ring_size, mesh.ring_group
+    ops = []
+    for step in range(1, size):
+        to, source = (rank + step) % size, (rank - step) % size
+        ops.append(dist.P2POp(dist.isend, sent[to], group=group, group_peer=to, tag=DIRECT_TAG))
+        ops.append(dist.P2POp(dist.irecv, received[source], group=group, group_peer=source, tag=DIRECT_TAG))
+        mesh.traffic.ring_bytes += sent[to].nbytes
+    return dist.batch_isend_irecv(ops)
 
 
 @dataclass

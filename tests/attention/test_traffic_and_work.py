@@ -41,7 +41,6 @@ def sent_bytes(case: Case, dtype: torch.dtype) -> Sent:
     q, k, v, grad_out = (layout.shard(x, mesh.cp_rank) for x in row)
     seen: Counter[str] = Counter()
     batch_isend_irecv, all_to_all_single = dist.batch_isend_irecv, dist.all_to_all_single
-    all_gather_single = dist.all_gather_single
 
     def count_sends(ops):
         seen["ring"] += sum(op.tensor.nbytes for op in ops if op.op is dist.isend)
@@ -54,14 +53,9 @@ def sent_bytes(case: Case, dtype: torch.dtype) -> Sent:
         seen[axis] += sum(part.nbytes for rank, part in enumerate(input.split(splits)) if rank != own)
         return all_to_all_single(output, input, output_split_sizes, input_split_sizes, group=group, **kwargs)
 
-    def count_all_gather(output, input, *, group, **kwargs):
-        seen["ring"] += input.nbytes * (dist.get_world_size(group) - 1)
-        return all_gather_single(output, input, group=group, **kwargs)
-
     with (
         patch.object(dist, "batch_isend_irecv", count_sends),
         patch.object(dist, "all_to_all_single", count_all_to_all),
-        patch.object(dist, "all_gather_single", count_all_gather),
     ):
         leaves = [x.requires_grad_() for x in (q, k, v)]
         context_parallel_attention(*leaves, mesh=mesh, layout=layout, window=case.window).backward(grad_out)
@@ -167,8 +161,8 @@ def test_one_zigzag_document_is_balanced(world4):
     assert max(areas) / min(areas) < 1.01
 
 
-def event_order(case: Case) -> list[str]:
-    """Starts of communication ("send", "fetch", ...), waits for it and kernel calls, in their order, forward only."""
+def event_order(case: Case, backward: bool = False) -> list[str]:
+    """Starts of communication, waits for it and kernel calls, in the order of the forward or of the backward pass."""
     mesh, layout = ContextParallelMesh(case.config), SequenceLayout(case.doc_lengths, case.config)
     events: list[str] = []
 
@@ -179,16 +173,20 @@ def event_order(case: Case) -> list[str]:
 
         return wrapper
 
-    q, k, v, _ = (layout.shard(x, mesh.cp_rank) for x in random_row(layout.num_tokens, 8, 4, 8))
+    q, k, v, grad_out = (layout.shard(x, mesh.cp_rank) for x in random_row(layout.num_tokens, 8, 4, 8))
     with (
         patch.object(dist, "batch_isend_irecv", noted("send", dist.batch_isend_irecv)),
         patch.object(dist, "all_to_all_single", noted("send", dist.all_to_all_single)),
-        patch.object(dist, "all_gather_single", noted("send", dist.all_gather_single)),
         patch.object(Transfer, "wait", noted("wait", Transfer.wait)),
         patch.object(BlockTransfer, "finish", noted("wait", BlockTransfer.finish)),
         patch.object(CpuFlashKernel, "forward", noted("kernel", CpuFlashKernel.forward)),
+        patch.object(CpuFlashKernel, "backward", noted("kernel", CpuFlashKernel.backward)),
     ):
-        context_parallel_attention(q, k, v, mesh=mesh, layout=layout)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out = context_parallel_attention(*leaves, mesh=mesh, layout=layout)
+        if backward:
+            events.clear()
+            out.backward(grad_out)
     return events
 
 
@@ -204,6 +202,20 @@ def event_order(case: Case) -> list[str]:
 def test_what_comes_next_travels_while_the_kernel_runs(world4, ring, ulysses, chunks, ring_comm, expected):
     case = Case((64,), 8, 4, 8, ring, ulysses, ring_comm=ring_comm, head_chunks=chunks)
     assert " ".join(world4.run(event_order, case)[0]) == expected
+
+
+@pytest.mark.parametrize(
+    ("chunks", "ring_comm", "expected"),
+    [
+        (1, "p2p", "send kernel wait kernel send wait"),
+        (1, "exchange", "send wait kernel send kernel wait"),
+        (1, "allgather", "send wait kernel send kernel wait"),
+        (2, "allgather", "send wait send kernel send wait kernel wait send kernel wait"),
+    ],
+)
+def test_gradients_travel_while_the_kernel_runs(world2, chunks, ring_comm, expected):
+    case = Case((64,), 8, 4, 8, 2, 1, ring_comm=ring_comm, head_chunks=chunks)
+    assert " ".join(world2.run(event_order, case, backward=True)[0]) == expected
 
 
 def test_the_next_heads_travel_while_the_current_ones_are_used(world2):
