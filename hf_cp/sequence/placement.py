@@ -3,8 +3,9 @@
 A document that sits on one rank causes no traffic, so as few as possible are cut (zigzag over all ranks), the longest
 ones first. The others go, longest first, to the rank that stays emptiest, where full is judged by the worse of its
 share of the tokens and its share of the attention area; ties go to the lowest rank. Then the fullest rank trades a
-document with the emptiest one as long as that makes the fuller of the two less full. The number of cut documents is
-the smallest one tried for which area and tokens are even enough; if there is none, the one with the least full fullest
+document with the emptiest one as long as that makes the fuller of the two less full; where that is not enough, a
+document of the fullest rank is cut, the one that evens out most. The number of longest documents that are cut is the
+smallest one tried for which area and tokens get even enough; if there is none, the one with the least full fullest
 rank.
 """
 
@@ -19,6 +20,7 @@ CUT = -1
 NOTHING = -1  # no document
 _ENOUGH = 0.991  # mean over largest area of a rank
 _PADDING = 0.0048  # largest over mean number of tokens of a rank, minus 1
+_MOST_CUTS = 64  # beside the longest documents; keeps the search short with many ranks
 
 
 class Loads(NamedTuple):
@@ -54,8 +56,8 @@ def place_documents(doc_lengths: np.ndarray, ring_degree: int) -> np.ndarray:
         cut_tokens, cut_areas = zigzag_loads(doc_lengths[by_length[:num_cut]], ring_degree)
         ranks = Loads(cut_tokens * ring_degree / doc_lengths.sum(), cut_areas * ring_degree / doc_areas.sum())
         owners = _place(documents, ranks, by_length[num_cut:])
-        if not ranks.is_even:
-            _trade(documents, ranks, owners)
+        _trade(documents, ranks, owners)
+        _cut_more(doc_lengths, documents, ranks, owners)
         if ranks.is_even:
             return owners
         if ranks.fullness.max() < best_fullness:
@@ -105,6 +107,31 @@ def _trade(documents: Loads, ranks: Loads, owners: np.ndarray) -> None:
         for m, load in zip(moved, ranks, strict=True):
             load[full] -= m[a, b]
             load[empty] += m[a, b]
+
+
+def _cut_more(doc_lengths: np.ndarray, documents: Loads, ranks: Loads, owners: np.ndarray) -> None:
+    """Evens out `ranks`, in place: documents of the fullest rank are spread over all ranks, one after another.
+
+    Each time it is the one that leaves the least full fullest rank; among equals the shortest, then the first.
+    """
+    size = len(ranks.tokens)
+    most = min(2 * size, _MOST_CUTS)
+    too_full = (ranks.tokens > 1 + _PADDING) | (ranks.areas > 1 / _ENOUGH)
+    if too_full.sum() > most:
+        return  # out of reach
+    for _ in range(most):
+        full = int(ranks.fullness.argmax())
+        docs = np.flatnonzero(owners == full)
+        if ranks.is_even or len(docs) == 0:
+            return
+        docs = docs[np.lexsort((docs, doc_lengths[docs]))]
+        left = [load[full] - doc[docs] * (1 - 1 / size) for load, doc in zip(ranks, documents, strict=True)]
+        others = [np.delete(load, full).max() + doc[docs] / size for load, doc in zip(ranks, documents, strict=True)]
+        doc = docs[np.maximum.reduce([*left, *others]).argmin()]
+        owners[doc] = CUT
+        for load, share, spread in zip(ranks, documents, zigzag_loads(doc_lengths[[doc]], size), strict=True):
+            load[full] -= share[doc]
+            load += share[doc] * spread / spread.sum()
 
 
 def attention_area(length: np.ndarray) -> np.ndarray:

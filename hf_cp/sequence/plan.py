@@ -88,12 +88,16 @@ class AttentionPlan:
 
     def area(self, ring_rank: int) -> int:
         """Visible (query, key) pairs that `ring_rank` computes, over all key shards."""
-        return sum(self._table(ring_rank, k).area for k in range(self.layout.ring_degree))
+        return sum(self.pair_area(ring_rank, k) for k in range(self.layout.ring_degree))
+
+    def pair_area(self, q_ring_rank: int, k_ring_rank: int) -> int:
+        """Visible pairs of shard `q_ring_rank`'s queries and shard `k_ring_rank`'s keys."""
+        return self._table(q_ring_rank, k_ring_rank).area
 
     def lockstep_area(self) -> int:
         """Sum over ring steps of the largest area of a rank: what a ring that moves in lockstep waits for."""
         size = self.layout.ring_degree
-        return sum(max(self._table(q, (q - step) % size).area for q in range(size)) for step in range(size))
+        return sum(max(self.pair_area(q, (q - step) % size) for q in range(size)) for step in range(size))
 
     def kv_rows(self, src_ring_rank: int, dst_ring_rank: int) -> np.ndarray:
         """int64, rising: slots of shard `src_ring_rank` whose keys some query of shard `dst_ring_rank` sees."""

@@ -74,3 +74,19 @@ def test_a_million_tokens_over_a_thousand_ranks():
     assert plan.area(7) > 0
     assert time.process_time() - began < 5
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024 < 200
+
+
+@pytest.mark.parametrize(
+    ("lengths", "ring_degree", "num_cut"),
+    [([1200] * 54 + [700], 2, 1), ([1200] * 54 + [700], 4, 3), ([300, 700, 1200] * 29, 4, 3)],
+)
+def test_equal_lengths_need_few_cuts(lengths, ring_degree, num_cut):
+    owners = place_documents(np.array(lengths), ring_degree)
+    assert (owners == CUT).sum() == num_cut
+    areas = np.array(
+        [
+            AttentionPlan(SequenceLayout(lengths, ContextParallelConfig(ring_degree=ring_degree))).area(r)
+            for r in range(ring_degree)
+        ]
+    )
+    assert areas.mean() / areas.max() >= 0.99
