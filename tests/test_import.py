@@ -18,14 +18,15 @@ PACKAGE = ROOT / "hf_cp"
 MAY_IMPORT = {
     "config": set(),
     "sequence": {"config"},
+    "planning": {"config", "sequence"},
     "parallel": {"config", "sequence"},
     "attention": {"config", "sequence", "parallel"},
     "models": {"config", "sequence", "parallel", "attention"},
     "data": {"config", "sequence", "parallel"},
-    "training": {"config", "sequence", "parallel", "models", "data"},
-    "tools": {"config", "sequence", "parallel", "attention", "models", "data", "training"},
+    "training": {"config", "sequence", "planning", "parallel", "models", "data"},
+    "tools": {"config", "sequence", "planning", "parallel", "attention", "models", "data", "training"},
 }
-OPTIONAL = ("datasets", "deepspeed", "flash_attn", "matplotlib", "pandas", "peft", "pytest")
+OPTIONAL = ("datasets", "deepspeed", "flash_attn", "matplotlib", "pandas", "peft", "pytest", "trl")
 
 IMPORT_PROBE = """
 import json, os, sys, time

@@ -1,0 +1,110 @@
+"""What a GPU can do: memory, sustained arithmetic, links.
+
+The table holds data-sheet numbers times the share that long training runs sustain. `hf-cp bench` measures the real
+ones; a file with the same keys replaces any of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU (or CPU process) and its links.
+
+    Args:
+        name (`str`): for tables.
+        memory_gib (`float`): memory that a process can use, in GiB.
+        peak_tflops (`float`): data-sheet peak of dense matrix products in the training dtype, in TFLOP/s; for MFU.
+        matmul_tflops (`float`): sustained in linear layers, in TFLOP/s.
+        attention_tflops (`float`): sustained by the attention kernel, forward and backward together, in TFLOP/s.
+        intra_gbs, inter_gbs (`float`): GB/s that one process sends inside a node, and between nodes.
+        intra_latency, inter_latency (`float`): seconds before the first byte of a message.
+        is_measured (`bool`): whether attention and links come from `hf-cp bench`.
+    """
+
+    name: str
+    memory_gib: float
+    peak_tflops: float
+    matmul_tflops: float
+    attention_tflops: float
+    intra_gbs: float
+    inter_gbs: float
+    intra_latency: float = 10e-6
+    inter_latency: float = 20e-6
+    is_measured: bool = False
+
+
+def _data_sheet(name: str, memory_gib: float, peak: float, nvlink: float, network: float) -> Device:
+    """Sustained: 60 % of the peak in linear layers, 55 % in attention, 75 % of NVLink, 90 % of the network."""
+    return Device(name, memory_gib, peak, 0.6 * peak, 0.55 * peak, 0.75 * nvlink, 0.9 * network)
+
+
+# name, usable GiB, dense bf16 TFLOP/s, NVLink (or PCIe) GB/s in one direction, network GB/s of one GPU
+DEVICES = {
+    device.name: device
+    for device in (
+        _data_sheet("a100-40", 39.4, 312, 300, 25),
+        _data_sheet("a100", 79.2, 312, 300, 25),
+        _data_sheet("h100", 79.1, 989, 450, 50),
+        _data_sheet("h200", 139.8, 989, 450, 50),
+        _data_sheet("b200", 178.3, 2250, 900, 50),
+        _data_sheet("l40s", 44.5, 362, 32, 25),
+        _data_sheet("rtx4090", 23.5, 165, 32, 12.5),
+    )
+}
+
+
+def find_device(name_or_file: str, *, measured: str | Path | None = None) -> Device:
+    """A device of the table, or of a JSON file with the fields of [`Device`]; `measured` replaces fields.
+
+    Args:
+        name_or_file (`str`): "h100", ..., or the path of a JSON file; a file may name a `base` device of the table.
+        measured (path, *optional*): `bench.json` of `hf-cp bench`; its `device` section wins.
+
+    Raises:
+        ValueError: no such device or field.
+    """
+    device = DEVICES.get(name_or_file.lower())
+    if device is None:
+        device = _from_file(Path(name_or_file))
+    if measured is not None:
+        section = json.loads(Path(measured).read_text()).get("device")
+        if not isinstance(section, dict):
+            raise ValueError(f"{measured} has no 'device' section. Give a bench.json that `hf-cp bench` has written.")
+        device = _replace(device, section, source=str(measured))
+    return device
+
+
+def _from_file(path: Path) -> Device:
+    if not path.is_file():
+        raise ValueError(
+            f"There is no device {str(path)!r}: the table has {', '.join(DEVICES)}.\n"
+            "  Choose one of them, or give a JSON file with memory_gib, peak_tflops, matmul_tflops, attention_tflops, "
+            "intra_gbs and inter_gbs."
+        )
+    values = json.loads(path.read_text())
+    base = values.pop("base", None)
+    if base is not None:
+        return _replace(find_device(base), values, source=str(path))
+    try:
+        return Device(**{"name": path.stem, **values})
+    except TypeError as error:
+        raise ValueError(f"{path} does not describe a device: {error}. The fields are {_fields()}.") from None
+
+
+def _replace(device: Device, values: dict, *, source: str) -> Device:
+    unknown = sorted(set(values) - set(_fields()))
+    if unknown:
+        raise ValueError(f"{source} sets {', '.join(unknown)} of a device. The fields are {', '.join(_fields())}.")
+    return dataclasses.replace(device, **values)
+
+
+def _fields() -> list[str]:
+    return [field.name for field in dataclasses.fields(Device)]

@@ -1,0 +1,275 @@
+"""`hf-cp plan`: degrees, memory and step time for a model and a number of GPUs, before anything runs."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hf_cp.planning.devices import GIB
+from hf_cp.planning.memory import CHECKPOINTING, Training
+from hf_cp.planning.search import TIE, Candidate, Plan, plan_context_parallel
+from hf_cp.tools.output import OK, PROBLEM, Table, Verdict, print_json, print_usage_error
+
+__all__ = ["add_arguments", "plan_context_parallel", "run"]
+
+MODELS = Path(__file__).resolve().parent.parent / "planning" / "models"
+MEMORY_ROWS = (
+    ("weights", "weights"),
+    ("gradients", "gradients"),
+    ("optimizer", "optimizer states"),
+    ("activations", "kept for the backward pass"),
+    ("recomputed", "one layer recomputed"),
+    ("logits", "logits of a chunk"),
+    ("buffers", "ZeRO and attention buffers"),
+    ("overhead", "CUDA, NCCL, allocator (assumed)"),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model", help=f"folder or config.json of a model, or one of {', '.join(known_models())}", metavar="MODEL"
+    )
+    parser.add_argument("--seq-len", type=int, required=True, help="tokens of the longest row")
+    parser.add_argument("--gpus", type=int, required=True, help="processes in all")
+    parser.add_argument("--gpus-per-node", type=int, default=8)
+    parser.add_argument("--gpu", default="h100", help="a100, h100, h200, b200, ... or a JSON file (default: h100)")
+    parser.add_argument("--cp", type=int, default=None, help="only groups of this size")
+    parser.add_argument("--zero", type=int, default=3, choices=(0, 1, 2, 3), help="ZeRO stage; 3 for FSDP2")
+    parser.add_argument("--lora", type=int, default=0, metavar="R", help="LoRA rank; 0 trains all weights")
+    parser.add_argument("--checkpointing", default="full", choices=CHECKPOINTING, help="default: full")
+    parser.add_argument("--loss-chunk-tokens", type=int, default=1024)
+    parser.add_argument("--mlp-chunk-tokens", type=int, default=None)
+    parser.add_argument("--optimizer-offload", action="store_true", help="optimizer states on the host")
+    parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp32"), help="weights and activations")
+    parser.add_argument("--lengths", type=Path, default=None, help="document lengths: JSON, .npy, or one a line")
+    parser.add_argument("--measured", type=Path, default=None, help="bench.json of `hf-cp bench`")
+    parser.add_argument("--top", type=int, default=8, help="rows of the table (default: 8)")
+    parser.add_argument("--json", default=None, metavar="FILE", help="write everything as JSON; - for standard output")
+    parser.add_argument("--write", type=Path, default=None, metavar="DIR", help="write a recipe for the first choice")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the plan; the status is `PROBLEM` if nothing fits."""
+    try:
+        plan = make_plan(args)
+    except (ValueError, OSError) as error:
+        return print_usage_error(error)
+    if args.json is not None:
+        print_json(as_json(plan), args.json)
+    if args.json != "-":
+        for table in tables(plan, args):
+            table.print()
+            print()
+    verdict = judge(plan)
+    if args.json != "-":
+        verdict.print()
+    if args.write is not None and plan.recommended is not None:
+        from hf_cp.tools.recipe_writer import write_recipe
+
+        write_recipe(args.write, plan, args.model)
+        print(f"Recipe: {args.write}. Read its README.md, set model and documents in train.yaml.")
+    return verdict.status
+
+
+def make_plan(args: argparse.Namespace) -> Plan:
+    """The plan that the options ask for.
+
+    Raises:
+        ValueError, OSError: the model, the lengths or the sizes cannot be used.
+    """
+    training = Training(
+        zero_stage=args.zero,
+        lora_r=args.lora,
+        checkpointing=args.checkpointing,
+        itemsize={"bf16": 2, "fp32": 4}[args.dtype],
+        loss_chunk_tokens=args.loss_chunk_tokens,
+        mlp_chunk_tokens=args.mlp_chunk_tokens,
+        optimizer_offload=args.optimizer_offload,
+    )
+    return plan_context_parallel(
+        load_config(args.model),
+        seq_len=args.seq_len,
+        num_gpus=args.gpus,
+        gpus_per_node=args.gpus_per_node,
+        gpu=args.gpu,
+        training=training,
+        lengths=None if args.lengths is None else read_lengths(args.lengths),
+        cp_size=args.cp,
+        measured=args.measured,
+    )
+
+
+def known_models() -> list[str]:
+    """Models whose sizes come with the package."""
+    return sorted(path.stem for path in MODELS.glob("*.json"))
+
+
+def load_config(model: str) -> Any:
+    """The Hugging Face config of a known model, a config.json, or whatever `AutoConfig` finds under that name."""
+    from transformers import AutoConfig
+
+    known = MODELS / f"{model.lower()}.json"
+    return AutoConfig.from_pretrained(known if known.is_file() else model)
+
+
+def read_lengths(path: Path) -> list[int]:
+    """Document lengths from a JSON list, an .npy file, or a text file with one number a line.
+
+    Raises:
+        ValueError: the file holds something else.
+    """
+    if path.suffix == ".npy":
+        values = np.load(path).ravel().tolist()
+    else:
+        text = path.read_text()
+        values = json.loads(text) if text.lstrip().startswith("[") else text.split()
+    try:
+        lengths = [int(value) for value in values]
+    except (TypeError, ValueError):
+        raise ValueError(f"{path} does not hold one document length after the other: {str(values)[:80]}...") from None
+    if not lengths or min(lengths) < 1:
+        raise ValueError(f"{path} holds {len(lengths)} lengths; there must be some, all of at least 1.")
+    return lengths
+
+
+def tables(plan: Plan, args: argparse.Namespace) -> list[Table]:
+    """Memory of the first choice, the ranking, and where the processes are."""
+    best = plan.candidates[0]
+    parts = [memory_table(plan, best), ranking_table(plan, args.top)]
+    if plan.recommended is not None:
+        parts.append(placement_table(plan, best))
+    return parts
+
+
+def memory_table(plan: Plan, candidate: Candidate) -> Table:
+    device, memory = plan.cluster.device, candidate.memory
+    local = -(-plan.seq_len // candidate.config.cp_size)
+    rows = [(text, f"{getattr(memory, name) / GIB:.1f}") for name, text in MEMORY_ROWS]
+    rows.append(("total", f"{memory.total / GIB:.1f} of {device.memory_gib:.1f}"))
+    rows.append(("longest row that fits (best split)", f"{plan.longest_row:,} tokens"))
+    return Table(f"{headline(plan)}\n\nMemory of a GPU, {split(candidate)}, {local:,} local tokens", ("", "GiB"), rows)
+
+
+def headline(plan: Plan) -> str:
+    """What is planned, in two lines."""
+    model, cluster, training = plan.model, plan.cluster, plan.training
+    device = cluster.device
+    trained = f"LoRA {training.lora_r}" if training.lora_r else "all weights"
+    rows = (
+        f"{plan.num_documents:,} documents in {plan.num_rows:,} rows of up to {plan.seq_len:,} tokens"
+        if plan.num_documents > 1
+        else f"rows of one document of {plan.seq_len:,} tokens"
+    )
+    rates = "measured" if device.is_measured else "assumed; measure with hf-cp bench"
+    return (
+        f"{model.name}: {model.num_parameters / 1e9:.2f} B parameters, {model.num_layers} layers, {model.num_heads} "
+        f"heads over {model.num_kv_heads} K/V heads; {trained}, ZeRO-{training.zero_stage}, checkpointing "
+        f"{training.checkpointing}\n"
+        f"{cluster.num_gpus} x {device.name}, {cluster.gpus_per_node} a node; {rows}; "
+        f"attention {device.attention_tflops:.0f} TFLOP/s, links {device.intra_gbs:.0f} and {device.inter_gbs:.0f} "
+        f"GB/s ({rates})"
+    )
+
+
+def ranking_table(plan: Plan, top: int) -> Table:
+    ties = plan.ties()
+    rows = []
+    for candidate in plan.candidates[:top]:
+        step = candidate.step
+        rows.append(
+            (
+                split(candidate),
+                candidate.config.ring_comm if candidate.config.ring_degree > 1 else "-",
+                f"{step.ulysses_bytes / GIB:.1f}",
+                f"{step.ring_bytes / GIB:.1f}",
+                f"{step.exposed:.3f}",
+                f"{step.seconds:.2f}",
+                f"{candidate.tokens_per_second:,.0f}",
+                f"{candidate.memory.total / GIB:.1f}",
+                note(candidate, plan, ties),
+            )
+        )
+    columns = ("dp x ring x ulysses", "engine", "a2a GiB", "ring GiB", "exposed s", "step s", "tokens/s/GPU", "GiB")
+    title = f"Splits of a row, best first (bytes of one GPU in one micro-step; within {TIE:.0%} counts as equal)"
+    return Table(title, (*columns, "note"), rows)
+
+
+def split(candidate: Candidate) -> str:
+    config = candidate.config
+    return f"{candidate.dp_size} x {config.ring_degree} x {config.ulysses_degree}"
+
+
+def note(candidate: Candidate, plan: Plan, ties: Sequence[Candidate]) -> str:
+    """Why a row is where it is."""
+    if candidate is plan.recommended:
+        return "first choice"
+    if not candidate.fits:
+        return "does not fit"
+    texts = ["as fast, by estimate"] if candidate in ties else []
+    if not candidate.ulysses_in_node:
+        texts.append("all-to-all between nodes")
+    if plan.model.num_kv_heads % candidate.config.ulysses_degree:
+        texts.append("K/V heads replicated")
+    return "; ".join(texts)
+
+
+def placement_table(plan: Plan, candidate: Candidate) -> Table:
+    """Node by node: which ranks are there, and what they are; consecutive ranks share a Ulysses group."""
+    config, cluster = candidate.config, plan.cluster
+    ranks = np.arange(cluster.num_gpus)
+    places = np.unravel_index(ranks, (candidate.dp_size, config.ring_degree, config.ulysses_degree))
+    rows = []
+    for node in range(cluster.num_nodes):
+        on_node = slice(node * cluster.gpus_per_node, (node + 1) * cluster.gpus_per_node)
+        spans = [_span(values[on_node]) for values in (ranks, *places)]
+        rows.append((str(node), *spans))
+    return Table("Placement", ("node", "ranks", "dp", "ring", "ulysses"), rows)
+
+
+def _span(values: np.ndarray) -> str:
+    low, high = int(values.min()), int(values.max())
+    return str(low) if low == high else f"{low}-{high}"
+
+
+def judge(plan: Plan) -> Verdict:
+    best = plan.recommended
+    if best is None:
+        smallest = plan.candidates[0]
+        shorter = f"a shorter row (up to {plan.longest_row:,} tokens fit), " if plan.longest_row else ""
+        return Verdict(
+            PROBLEM,
+            f"nothing fits: the smallest need is {smallest.memory.total / GIB:.1f} GiB ({split(smallest)}), "
+            f"{plan.cluster.device.name} has {plan.cluster.device.memory_gib:.1f}. Use more GPUs, {shorter}"
+            "checkpointing, --mlp-chunk-tokens, LoRA, or a higher ZeRO stage.",
+        )
+    equals = len(plan.ties()) - 1
+    reason = "Ulysses inside a node, then the smallest group, then the fewest ring steps, then the fewest bytes"
+    tie = f"; {equals} other splits are as fast by estimate, the rule among them: {reason}" if equals else ""
+    return Verdict(
+        OK,
+        f"ring_degree={best.config.ring_degree}, ulysses_degree={best.config.ulysses_degree}, dp {best.dp_size}: "
+        f"about {best.tokens_per_second:,.0f} tokens/s per GPU, {best.memory.total / GIB:.1f} GiB{tie}.",
+    )
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """Everything that the tables show, and more."""
+    return {
+        "model": plan.model,
+        "training": plan.training,
+        "cluster": plan.cluster,
+        "seq_len": plan.seq_len,
+        "num_rows": plan.num_rows,
+        "longest_row": plan.longest_row,
+        "recommended": plan.recommended and split(plan.recommended),
+        "candidates": [
+            {**dataclasses.asdict(c), "split": split(c), "seconds": c.step.seconds, "total_bytes": c.memory.total}
+            for c in plan.candidates
+        ],
+    }
