@@ -83,5 +83,5 @@ $(DEMO): $(INPUTS) | check
 
 $(ALL): $(DEMO)
 	@echo "Installing the other extras and the development tools into $(VENV): about a minute, once."
-	@$(PIP) install -c constraints.txt -e '.[deepspeed,peft,data,plot,dev]'
+	@$(PIP) install -c constraints.txt -e '.[deepspeed,peft,data,trl,plot,dev]'
 	@touch $@

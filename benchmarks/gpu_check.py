@@ -20,12 +20,10 @@ from loopback import attention
 
 from hf_cp import ContextParallelConfig, SequenceLayout
 from hf_cp.attention.kernels import (
-    AtenFlashKernel,
-    CpuFlashKernel,
     EagerKernel,
-    FlashAttnKernel,
     Kernel,
-    flash_attn_is_installed,
+    TensorKind,
+    fast_kernels,
     plan_calls,
 )
 from hf_cp.sequence.plan import AttentionPlan
@@ -56,9 +54,8 @@ def main() -> None:
 
 
 def kernels(device: torch.device) -> list[Kernel]:
-    if device.type == "cpu":
-        return [CpuFlashKernel(), EagerKernel()]
-    return [AtenFlashKernel(), *([FlashAttnKernel()] if flash_attn_is_installed() else []), EagerKernel()]
+    kind = TensorKind(device, torch.bfloat16, HEAD_DIM, HEAD_DIM)
+    return [*(kernel() for kernel in fast_kernels(kind)), EagerKernel()]
 
 
 def random_row(tokens: int, device: torch.device) -> tuple[torch.Tensor, ...]:

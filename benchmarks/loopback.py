@@ -1,8 +1,8 @@
 """Ranks as threads of one process: the engines run on one device, what they send is handed over in memory.
 
-Only the transport is replaced (`start_hop`, `start_exchange`, `start_all_gather`); schedules, kernels and sums are the
-package's own. Autograd is not involved: its single device thread cannot wait for itself, so the engines' forward and
-backward methods are called directly.
+Only the transport is replaced (`start_hop`, `start_exchange`, `start_all_gather`, `start_return`); schedules, kernels
+and sums are the package's own. Autograd is not involved: its single device thread cannot wait for itself, so the
+engines' forward and backward methods are called directly.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -19,12 +20,11 @@ import torch
 
 from hf_cp import ContextParallelConfig, SequenceLayout
 from hf_cp.attention import exchange, gather, ring
-from hf_cp.attention.engine import Call
+from hf_cp.attention.engine import Call, Engine
 from hf_cp.attention.kernels import Kernel
 from hf_cp.attention.tiles import TileBackward, TileForward
 from hf_cp.sequence.plan import AttentionPlan
 
-ENGINES = {"p2p": ring.Ring, "exchange": exchange.Exchange, "allgather": gather.Gather}
 WAIT_SECONDS = 60
 
 
@@ -88,6 +88,22 @@ def _all_gather(tensor: torch.Tensor, mesh: LoopbackMesh) -> Pending:
     return Pending(lambda: torch.cat([mesh.board.read(number, rank) for rank in range(mesh.ring_size)]))
 
 
+def _return(blocks: torch.Tensor, mesh: LoopbackMesh) -> Pending:
+    number, own = mesh.next_number(), mesh.ring_rank
+    mesh.board.post(number, own, blocks)
+    others = [rank for rank in range(mesh.ring_size) if rank != own]
+    return Pending(lambda: torch.stack([mesh.board.read(number, rank)[own] for rank in others]))
+
+
+def _engine(config: ContextParallelConfig) -> Engine:
+    by_name = {
+        "p2p": ring.Ring,
+        "exchange": exchange.Exchange,
+        "allgather": partial(gather.Gather, config.head_chunks),
+    }
+    return by_name[config.ring_comm]()
+
+
 def attention(
     row: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     doc_lengths: list[int],
@@ -104,20 +120,22 @@ def attention(
     def rank(ring_rank: int) -> list[torch.Tensor]:
         q, k, v, grad_out = (layout.shard(x, ring_rank) for x in row)
         scale, device = q.shape[-1] ** -0.5, q.device
-        mesh, engine = LoopbackMesh(board, ring_rank, size), ENGINES[config.ring_comm]()
-        call = Call(mesh, plans[ring_rank], kernel, scale, device, grad_dtype=None)
+        mesh, engine = LoopbackMesh(board, ring_rank, size), _engine(config)
+        grad_dtype = q.dtype if config.grad_comm_dtype == "compute" else None
+        call = Call(mesh, plans[ring_rank], kernel, scale, device, grad_dtype)
         forward = TileForward(q, kernel, scale)
         engine.forward(forward, k, v, call)
-        out = forward.out.to(q.dtype)
-        backward = TileBackward(q, out, forward.lse, grad_out, kernel, scale)
-        grad_kv = torch.zeros((len(k), 2, *k.shape[1:]), dtype=forward.out.dtype, device=device)
+        total, lse = forward.result()
+        out = total.to(q.dtype)
+        backward = TileBackward(q, out, lse, grad_out, kernel, scale)
+        grad_kv = torch.zeros((len(k), 2, *k.shape[1:]), dtype=total.dtype, device=device)
         engine.backward(backward, k, v, grad_kv, call)
-        return [out, backward.grad_q, grad_kv[:, 0], grad_kv[:, 1]]
+        return [out, backward.grad_q(), grad_kv[:, 0], grad_kv[:, 1]]
 
     with ExitStack() as patches:
         patches.enter_context(patch.object(ring, "start_hop", _hop))
         patches.enter_context(patch.object(exchange, "start_exchange", _exchange))
-        patches.enter_context(patch.object(gather, "start_exchange", _exchange))
+        patches.enter_context(patch.object(gather, "start_return", _return))
         patches.enter_context(patch.object(gather, "start_all_gather", _all_gather))
         with ThreadPoolExecutor(size) as threads:
             shards = list(threads.map(rank, range(size)))

@@ -29,7 +29,6 @@ from typing import Any
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import torch
 import yaml
 from peft import LoraConfig, get_peft_model
 from tqdm.auto import tqdm
@@ -52,6 +51,7 @@ from hf_cp import (
     verify_context_parallel,
 )
 from hf_cp.config import check_heads, head_counts
+from hf_cp.models.rope import set_rope_parameters
 from hf_cp.tools.evaluate import DocumentLosses, LossDrop, document_losses
 from hf_cp.tools.report import peak_memory_gib, plot_losses
 from hf_cp.tools.verify import VerifyReport
@@ -65,12 +65,15 @@ TEXT_SUFFIXES = (".txt", ".md", ".py", ".rst")
 class ScriptArguments:
     """What the other two argument groups do not cover."""
 
-    model_name_or_path: str = field(metadata={"help": "Folder or hub name of a Llama, Mistral, Qwen2 or Qwen3 model."})
+    model_name_or_path: str = field(metadata={"help": "Folder or hub name of a model of a supported family."})
     dataset: str = field(
         metadata={"help": "JSONL file, folder of text files, or folder of a saved Hugging Face dataset."}
     )
     eval_dataset: str | None = field(default=None, metadata={"help": "Held-out documents, in the same forms."})
     model_dtype: str = field(default="float32", metadata={"help": "Type that the weights are loaded in."})
+    rope_parameters: dict | str | None = field(
+        default=None, metadata={"help": "RoPE for longer documents, as in a model's config; rope_theta is kept."}
+    )
     max_tokens: int = field(default=4096, metadata={"help": "Tokens in one row; documents are packed into rows."})
     overflow: str = field(default="error", metadata={"help": "Longer documents: error, truncate, split or drop."})
     cp_size: int | None = field(
@@ -88,6 +91,10 @@ class ScriptArguments:
     required_drop_stderr: float = field(
         default=0.0, metadata={"help": "Standard errors by which the held-out loss must fall; 0 asks for nothing."}
     )
+
+    def __post_init__(self):
+        if isinstance(self.rope_parameters, str):  # a command line
+            object.__setattr__(self, "rope_parameters", json.loads(self.rope_parameters))
 
 
 def say(text: str) -> None:
@@ -174,10 +181,13 @@ def load_documents(path: str) -> Sequence[Any]:
 # Model, proof
 
 
-def build_model(script: ScriptArguments, config: ContextParallelConfig, args: TrainingArguments) -> torch.nn.Module:
+def build_model(
+    script: ScriptArguments, model_config: Any, config: ContextParallelConfig, args: TrainingArguments
+) -> Any:
     """The model, made context-parallel, with LoRA adapters; the same weights in every process."""
     set_seed(args.seed)
-    model = AutoModelForCausalLM.from_pretrained(script.model_name_or_path, dtype=script.model_dtype)
+    name, dtype = script.model_name_or_path, script.model_dtype
+    model = AutoModelForCausalLM.from_pretrained(name, config=model_config, dtype=dtype)
     model = apply_context_parallel(model.to(args.device), config)  # the one line
     lora = LoraConfig(
         r=script.lora_r,
@@ -301,13 +311,15 @@ def summarise(
     }
 
 
-def write_outputs(trainer: ContextParallelTrainer, recorder: Recorder, summary: dict[str, Any]) -> None:
+def write_outputs(trainer: ContextParallelTrainer, recorder: Recorder, summary: dict, *, new_rope: bool) -> None:
     """Adapter, summary, packing manifest and loss curve; each file has one writer."""
     folder = Path(trainer.args.output_dir)
     trainer.save_model(str(folder))
     recorder.train_loader.save_manifest(folder / "packing_manifest.json")
     if not trainer.is_world_process_zero():
         return
+    if new_rope:  # the adapter belongs to the context that it was trained in
+        trainer.model.get_base_model().config.save_pretrained(folder)
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     training = {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
     held_out = {step: losses.mean for step, losses in recorder.evaluations.items()}
@@ -321,7 +333,10 @@ def set_up(arguments: Sequence[str]) -> tuple[ContextParallelTrainer, ScriptArgu
     """Everything that can be refused, before anything is written."""
     script, config, args = parse_arguments(arguments)
     check_processes(script, args)
-    config = choose_degrees(script, config, AutoConfig.from_pretrained(script.model_name_or_path))
+    model_config = AutoConfig.from_pretrained(script.model_name_or_path)
+    if script.rope_parameters is not None:
+        set_rope_parameters(model_config, script.rope_parameters)
+    config = choose_degrees(script, config, model_config)
     collator = DataCollatorForContextParallel(
         config,
         max_tokens=script.max_tokens,
@@ -331,7 +346,7 @@ def set_up(arguments: Sequence[str]) -> tuple[ContextParallelTrainer, ScriptArgu
     documents = load_documents(script.dataset)
     held_out = load_documents(script.eval_dataset) if script.eval_dataset else None
     trainer = ContextParallelTrainer(
-        model=build_model(script, config, args),
+        model=build_model(script, model_config, config, args),
         args=args,
         data_collator=collator,
         train_dataset=documents,
@@ -362,7 +377,8 @@ def run(trainer: ContextParallelTrainer, script: ScriptArguments) -> int:
     result = recorder.loss_drop(script.required_drop_stderr)
     if result is not None:
         say(f"\nResult: {result}")
-    write_outputs(trainer, recorder, summarise(trainer, script, recorder, report, result))
+    summary = summarise(trainer, script, recorder, report, result)
+    write_outputs(trainer, recorder, summary, new_rope=script.rope_parameters is not None)
     return 0 if result is None or result.passed else 1
 
 

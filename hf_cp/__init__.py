@@ -14,10 +14,12 @@ if TYPE_CHECKING:
     from hf_cp.data.collator import DataCollatorForContextParallel
     from hf_cp.models.patch import apply_context_parallel, context_parallel_disabled, remove_context_parallel
     from hf_cp.parallel.mesh import ContextParallelMesh
+    from hf_cp.planning.search import plan_context_parallel
     from hf_cp.sequence.layout import SequenceLayout
     from hf_cp.sequence.packing import pack_documents
     from hf_cp.sequence.plan import AttentionPlan
     from hf_cp.tools.verify import verify_context_parallel
+    from hf_cp.training.attach import attach_context_parallel
     from hf_cp.training.plugin import ContextParallelPlugin
     from hf_cp.training.trainer import ContextParallelTrainer, ContextParallelTrainerMixin
 
@@ -30,9 +32,11 @@ _MODULES = {
     "DataCollatorForContextParallel": "hf_cp.data.collator",
     "SequenceLayout": "hf_cp.sequence.layout",
     "apply_context_parallel": "hf_cp.models.patch",
+    "attach_context_parallel": "hf_cp.training.attach",
     "context_parallel_attention": "hf_cp.attention.usp",
     "context_parallel_disabled": "hf_cp.models.patch",
     "pack_documents": "hf_cp.sequence.packing",
+    "plan_context_parallel": "hf_cp.planning.search",
     "remove_context_parallel": "hf_cp.models.patch",
     "verify_context_parallel": "hf_cp.tools.verify",
 }
@@ -47,9 +51,11 @@ __all__ = [
     "DataCollatorForContextParallel",
     "SequenceLayout",
     "apply_context_parallel",
+    "attach_context_parallel",
     "context_parallel_attention",
     "context_parallel_disabled",
     "pack_documents",
+    "plan_context_parallel",
     "remove_context_parallel",
     "verify_context_parallel",
 ]

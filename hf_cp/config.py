@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 LAYOUTS = ("auto", "document", "zigzag", "contiguous", "striped")
 RING_COMMS = ("auto", "p2p", "allgather", "exchange")
-KERNELS = ("auto", "sdpa", "flash_attn", "eager")
+KERNELS = ("auto", "sdpa", "flash_attn", "flash_attn_3", "eager")
 GRAD_COMM_DTYPES = ("fp32", "compute")
 
 ENV_PREFIX = "HF_CP_"
@@ -55,7 +55,7 @@ class ContextParallelConfig:
     kernel: str = field(
         default="auto",
         metadata={
-            "help": "Local attention kernel; auto is flash_attn on CUDA if installed, else sdpa.",
+            "help": "Local attention kernel; auto is flash_attn_3 or flash_attn where installed and able, else sdpa.",
             "choices": list(KERNELS),
         },
     )
@@ -73,6 +73,14 @@ class ContextParallelConfig:
     loss_chunk_tokens: int = field(
         default=1024, metadata={"help": "Tokens whose logits exist at the same time in the chunked cross-entropy."}
     )
+    mlp_chunk_tokens: int | None = field(
+        default=None,
+        metadata={"help": "Tokens whose feed-forward activations exist at the same time (None: all); recomputed."},
+    )
+    keep_attention: bool = field(
+        default=True,
+        metadata={"help": "Gradient checkpointing keeps attention's output; False recomputes and communicates again."},
+    )
     timeout_seconds: float | None = field(
         default=None,
         metadata={"help": "Time limit of a collective in every process group made here (torch's default)."},
@@ -86,13 +94,19 @@ class ContextParallelConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}. Use {name}=1 to leave it unused.")
+        tokens = self.mlp_chunk_tokens
+        if tokens is not None and (not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1):
+            raise ValueError(
+                f"mlp_chunk_tokens must be a positive integer, got {tokens!r}. Use None to handle all tokens at once."
+            )
         is_number = isinstance(self.timeout_seconds, int | float) and not isinstance(self.timeout_seconds, bool)
         if self.timeout_seconds is not None and not (is_number and self.timeout_seconds > 0):
             raise ValueError(
                 f"timeout_seconds must be positive, got {self.timeout_seconds!r}. Use None for torch's default."
             )
-        if not isinstance(self.force, bool):
-            raise ValueError(f"force must be True or False, got {self.force!r}.")
+        for name in ("keep_attention", "force"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         choices_of = {
             "layout": LAYOUTS,
             "ring_comm": RING_COMMS,
@@ -223,7 +237,7 @@ def _parse(key: str, spec: dataclasses.Field, text: str) -> typing.Any:
     try:
         if kind is bool:
             return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[text.lower()]
-        if kind is int:
+        if kind in (int, int | None):
             return int(text)
         return float(text) if kind == (float | None) else text
     except (KeyError, ValueError):

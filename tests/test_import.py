@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "training": {"config", "sequence", "planning", "parallel", "models", "data"},
     "tools": {"config", "sequence", "planning", "parallel", "attention", "models", "data", "training"},
 }
-OPTIONAL = ("datasets", "deepspeed", "flash_attn", "matplotlib", "pandas", "peft", "pytest", "trl")
+OPTIONAL = ("bitsandbytes", "datasets", "deepspeed", "flash_attn", "matplotlib", "pandas", "peft", "pytest", "trl")
 
 IMPORT_PROBE = """
 import json, os, sys, time

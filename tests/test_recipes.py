@@ -7,11 +7,16 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 from deepspeed.runtime import constants as deepspeed_keys
 from safetensors.torch import load_file
+from transformers import AutoConfig, Qwen2Config, Qwen2ForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from hf_cp.config import ContextParallelConfig
+from hf_cp.models.rope import set_rope_parameters
 from hf_cp.sequence.packing import PackingManifest
 from hf_cp.training.zero import ZERO_STAGES, complete_zero_config
 from tests.examples.launch import ROOT, Finished, accelerate_launch, build_deepspeed_extension, load, run
@@ -48,7 +53,8 @@ def _own_environment(monkeypatch):
 
 
 def read_training(recipe: Path):
-    return script.parse_arguments([str(recipe / "train.yaml")])
+    """As on a machine without GPU, where transformers takes bf16 only with use_cpu."""
+    return script.parse_arguments([str(recipe / "train.yaml"), "--use_cpu", "true"])
 
 
 # Each file is read by its reader
@@ -119,6 +125,58 @@ def test_quickstart_keeps_the_settings_that_were_measured():
     assert (args.learning_rate, args.max_steps, args.warmup_steps, args.bf16) == (2e-3, 8, 0, True)
     assert args.lr_scheduler_type == "linear" and args.gradient_accumulation_steps == 1
     assert settings.required_drop_stderr == 3.0
+
+
+# YaRN, scaled down: settings of the recipe, a tiny model of its family, documents of twice its context
+
+
+def yarn_model(folder: Path, *recipe: str) -> tuple[torch.nn.Module, AutoConfig]:
+    """The model that the script builds from a saved one with a context of 64, and its config."""
+    config = Qwen2Config(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    )  # fmt: skip
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    settings, _, args = script.parse_arguments([*recipe, "--use_cpu", "true", "--model_name_or_path", str(folder)])
+    model_config = AutoConfig.from_pretrained(folder)
+    if settings.rope_parameters is not None:
+        set_rope_parameters(model_config, settings.rope_parameters)
+    return script.build_model(settings, model_config, ContextParallelConfig(force=True), args), model_config
+
+
+def test_yarn_reaches_the_model_and_is_saved_with_the_adapter(tmp_path):
+    rope = '{"rope_type": "yarn", "factor": 4.0}'
+    recipe = [str(ROOT / "recipes" / "yarn-extension" / "train.yaml"), "--model_dtype", "float32"]
+    model, config = yarn_model(tmp_path / "base", *recipe, "--rope_parameters", rope)
+    assert config.max_position_embeddings == 256
+    assert config.rope_parameters == {
+        "rope_theta": 1e6, "original_max_position_embeddings": 64, "rope_type": "yarn", "factor": 4.0
+    }  # fmt: skip
+    rotary = model.get_base_model().model.rotary_emb
+    expected, attention_factor = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
+    assert torch.equal(rotary.inv_freq, expected) and attention_factor == pytest.approx(0.1 * math.log(4) + 1)
+    plain = 1e6 ** -(torch.arange(0, 8, 2) / 8)
+    assert rotary.inv_freq[0] == plain[0] and rotary.inv_freq[-1] == pytest.approx(float(plain[-1]) / 4)
+    model.get_base_model().config.save_pretrained(tmp_path / "out")  # what the script leaves
+    again = AutoConfig.from_pretrained(tmp_path / "out")
+    assert again.rope_parameters == config.rope_parameters and again.max_position_embeddings == 256
+
+
+def test_the_recipe_states_the_context_of_its_model():
+    settings, _, _ = read_training(ROOT / "recipes" / "yarn-extension")
+    rope = settings.rope_parameters
+    assert rope["factor"] * rope["original_max_position_embeddings"] == settings.max_tokens == 131_072
+
+
+@pytest.mark.parametrize(
+    "rope", [{"factor": 4.0}, {"rope_type": "yarn"}, {"rope_type": "yarn", "factor": 0.5}], ids=str
+)
+def test_incomplete_rope_parameters_are_refused(rope):
+    with pytest.raises(ValueError, match="needs a rope_type and a factor"):
+        set_rope_parameters(Qwen2Config(), rope)
+    with pytest.raises(ValueError, match="low_freq_factor"):
+        set_rope_parameters(Qwen2Config(), {"rope_type": "llama3", "factor": 2.0})
 
 
 # The quickstart, scaled down

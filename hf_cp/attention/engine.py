@@ -17,6 +17,7 @@ import torch
 
 from hf_cp.attention.kernels import Kernel, TileGroup, plan_calls
 from hf_cp.attention.merge import accumulator_dtype
+from hf_cp.attention.once import Once, Tensors
 from hf_cp.attention.tiles import TileBackward, TileForward
 from hf_cp.parallel.mesh import ContextParallelMesh
 from hf_cp.sequence.plan import AttentionPlan
@@ -59,7 +60,7 @@ class Engine(Protocol):
     def backward(
         self, state: TileBackward, k: torch.Tensor, v: torch.Tensor, grad_kv: torch.Tensor, call: Call
     ) -> None:
-        """Adds to `state.grad_q`, and to `grad_kv` [T, 2, G, D] all that any rank's queries give this rank's keys."""
+        """Adds to `state`'s gradient of q, and to `grad_kv` [T, 2, G, D] what any rank's queries give own keys."""
 
 
 class ShardAttention(torch.autograd.Function):
@@ -73,12 +74,17 @@ class ShardAttention(torch.autograd.Function):
         v: torch.Tensor,  # [T, G, D]
         engine: Engine,
         call: Call,
+        once: Once,
     ) -> torch.Tensor:  # [T, H, D]
-        state = TileForward(q, call.kernel, call.scale)
-        engine.forward(state, k, v, call)
-        out = state.out.to(q.dtype)
+        def make() -> Tensors:
+            state = TileForward(q, call.kernel, call.scale)
+            engine.forward(state, k, v, call)
+            out, lse = state.result()
+            return out.to(q.dtype), lse
+
+        out, lse = once(make)
         ctx.engine, ctx.call = engine, call
-        ctx.save_for_backward(q, k, v, out, state.lse)
+        ctx.save_for_backward(q, k, v, out, lse)
         return out
 
     @staticmethod
@@ -88,7 +94,7 @@ class ShardAttention(torch.autograd.Function):
         grad_kv = torch.zeros((len(k), 2, *k.shape[1:]), dtype=accumulator_dtype(k.dtype), device=k.device)
         ctx.engine.backward(state, k, v, grad_kv, ctx.call)
         grad_k, grad_v = grad_kv.to(k.dtype).unbind(1)
-        return state.grad_q.to(q.dtype), grad_k, grad_v, None, None
+        return state.grad_q().to(q.dtype), grad_k, grad_v, None, None, None
 
 
 def rows_to_send(k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

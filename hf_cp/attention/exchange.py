@@ -50,10 +50,7 @@ class Exchange:
             state.add(k, v, grad_kv, schedule.early_calls + schedule.late_calls)
             return
         state.add(k, v, grad_kv, schedule.early_calls)  # while keys and values come
-        kv = transfer.wait()
-        visiting = torch.zeros_like(kv, dtype=accumulator_dtype(k.dtype))
-        state.add(kv[:, 0], kv[:, 1], visiting, schedule.calls)
-        home = start_exchange(call.wire(visiting), call.mesh, sent=schedule.received, received=schedule.sent)
+        home = _send_home(_visit(state, transfer.wait(), schedule), schedule, call)
         state.add(k, v, grad_kv, schedule.late_calls)  # while they travel
         rows, parts = (x.split(schedule.sent) for x in (schedule.sent_rows, home.wait()))
         for rank_rows, part in zip(rows, parts, strict=True):
@@ -67,6 +64,17 @@ def _start_fetch(k: torch.Tensor, v: torch.Tensor, schedule: ExchangeSchedule, c
         return None
     message = rows_to_send(k, v, schedule.sent_rows)
     return start_exchange(message, call.mesh, sent=schedule.sent, received=schedule.received)
+
+
+def _visit(state: TileBackward, kv: torch.Tensor, schedule: ExchangeSchedule) -> torch.Tensor:
+    """The gradient of the received rows `kv`, [M, 2, G, D] both; nothing else refers to them afterwards."""
+    grad = torch.zeros_like(kv, dtype=accumulator_dtype(kv.dtype))
+    state.add(kv[:, 0], kv[:, 1], grad, schedule.calls)
+    return grad
+
+
+def _send_home(grad: torch.Tensor, schedule: ExchangeSchedule, call: Call) -> Transfer:
+    return start_exchange(call.wire(grad), call.mesh, sent=schedule.received, received=schedule.sent)
 
 
 def _schedule(call: Call) -> ExchangeSchedule:

@@ -51,6 +51,7 @@ class Gather:
         state.add(k, v, schedule.early_calls + schedule.late_calls)
         for heads, kv in fetched:
             state.heads(heads.queries).add(kv[:, 0], kv[:, 1], schedule.calls)
+            del kv  # before the next group is put in order
 
     def backward(
         self, state: TileBackward, k: torch.Tensor, v: torch.Tensor, grad_kv: torch.Tensor, call: Call
@@ -65,6 +66,7 @@ class Gather:
             if homeward is not None:
                 _take_home(grad_kv, homeward, schedule)
             homeward = _start_home(heads.kv, grad, schedule, call)
+            del kv, grad  # before the next group is put in order
         state.visit(schedule.calls)  # all groups of heads have
         state.add(k, v, grad_kv, schedule.late_calls)  # while their gradients go
         if homeward is not None:
@@ -98,18 +100,22 @@ def _prefetch(
     def take() -> Iterator[tuple[Heads, torch.Tensor]]:
         current = first
         for heads, following in zip(groups, [*groups[1:], None], strict=True):
-            gathered = current.wait()
+            gathered = [current.wait()]
             current = start(following) if following is not None else None
-            yield heads, gathered if schedule.order is None else gathered.index_select(0, schedule.order)
+            yield heads, _in_order(gathered.pop(), schedule)  # no reference stays here
 
     return take()
+
+
+def _in_order(gathered: torch.Tensor, schedule: GatherSchedule) -> torch.Tensor:
+    return gathered if schedule.order is None else gathered.index_select(0, schedule.order)
 
 
 class Homeward(NamedTuple):
     """Gradients of a group of K/V heads on their way to the ranks that have the rows."""
 
     heads: slice
-    own: torch.Tensor  # [S, 2, g, D]: what this rank found for its own rows, in the accumulator's dtype
+    own: torch.Tensor | None  # [S, 2, g, D], accumulator's dtype; None where own keys were used in place
     others: Transfer  # [R - 1, S, 2, g, D]
 
 
@@ -119,13 +125,14 @@ def _start_home(heads: slice, grad: torch.Tensor, schedule: GatherSchedule, call
     if schedule.order is not None:
         grad = grad.new_zeros(size * rows, *grad.shape[1:]).index_copy_(0, schedule.order, grad)
     blocks = grad.view(size, rows, *grad.shape[1:])
-    return Homeward(heads, blocks[call.mesh.ring_rank], start_return(call.wire(blocks), call.mesh))
+    own = None if schedule.order is None else blocks[call.mesh.ring_rank].clone()  # a view would keep all blocks
+    return Homeward(heads, own, start_return(call.wire(blocks), call.mesh))
 
 
 def _take_home(grad_kv: torch.Tensor, homeward: Homeward, schedule: GatherSchedule) -> None:
     """Adds what all ranks found for this rank's rows to `grad_kv` [T, 2, G, D], one rank after the other."""
     rows, total = schedule.own_rows, grad_kv[:, :, homeward.heads]
-    if schedule.order is not None:  # else own keys were used where they are
+    if homeward.own is not None:
         total.index_add_(0, rows, homeward.own[: len(rows)])
     for part in homeward.others.wait():
         total.index_add_(0, rows, part[: len(rows)].to(total.dtype))

@@ -64,6 +64,7 @@ class Ring:
             else:
                 visiting = torch.zeros((num_rows, *kv.shape[1:]), dtype=accumulator_dtype(k.dtype), device=k.device)
                 state.add(kv[:, 0], kv[:, 1], visiting, calls)
+                kv = None  # used up: let go of it before the hop below needs a buffer
                 if grad_hop is not None:
                     visiting += grad_hop.wait()  # what the ranks before this one found for the same shard
                 next_rows = schedule.steps[(step + 1) % len(schedule.steps)].num_rows

@@ -14,6 +14,7 @@ from hf_cp.attention.engine import Call, ShardAttention
 from hf_cp.attention.exchange import Exchange
 from hf_cp.attention.gather import Gather
 from hf_cp.attention.kernels import Kernel, choose_kernel
+from hf_cp.attention.once import Once, make_now
 from hf_cp.attention.ring import Ring
 from hf_cp.attention.ulysses import attend_by_heads
 from hf_cp.config import ContextParallelConfig, check_heads
@@ -34,6 +35,7 @@ def context_parallel_attention(
     window: int | None = None,
     scale: float | None = None,
     kernel: str | None = None,
+    once: Once = make_now,
 ) -> torch.Tensor:
     """Exact attention of one packed row that is sharded over `mesh`; call it on every rank of the group.
 
@@ -46,6 +48,7 @@ def context_parallel_attention(
         window (`int`, *optional*): a token sees the last `window` tokens of its document, itself included.
         scale (`float`, *optional*): factor on the scores, 1 / sqrt(D) by default.
         kernel (`str`, *optional*): overrides `mesh.config.kernel`.
+        once: what the forward pass computes and receives is made through it; gradient checkpointing keeps it so.
 
     Returns:
         `torch.Tensor` [n, H, D] in q's dtype; padding slots are zero.
@@ -65,10 +68,10 @@ def context_parallel_attention(
     call = Call(mesh, plan, chosen, scale, q.device, q.dtype if config.grad_comm_dtype == "compute" else None)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return ShardAttention.apply(q, k, v, engine, call)
+        return ShardAttention.apply(q, k, v, engine, call, once)
 
     with torch.autocast(q.device.type, enabled=False):  # sums stay in the accumulator's dtype
-        return attend_by_heads(q, k, v, attend, mesh, config.head_chunks // gather_chunks)
+        return attend_by_heads(q, k, v, attend, mesh, config.head_chunks // gather_chunks, once)
 
 
 def _kernel_of_row(name: str, q: torch.Tensor, v: torch.Tensor, plan: AttentionPlan) -> Kernel:

@@ -75,6 +75,7 @@ class PackedRow:
             return self.layout.shard(tensor, cp_rank, pad_value=pad_value).unsqueeze(0)
 
         self.layout.row_digest, self.layout.batch_cp_rank = self.digest, cp_rank
+        self.layout.max_position = int(self.position_ids.max())
         return {
             "input_ids": local(self.input_ids, pad_token_id),
             "position_ids": local(self.position_ids, 0),

@@ -25,7 +25,7 @@ OVERFLOWS = ("error", "truncate", "split", "drop")
 # TRL's names; 1 where a token carries loss.
 LOSS_MASK_COLUMNS = ("completion_mask", "assistant_masks")
 # Columns that change what a token means or where a document ends; ignoring them would train on something else.
-REFUSED_COLUMNS = ("inputs_embeds", "pixel_values", "seq_idx", "cu_seq_lens_q", "chosen", "rejected")
+REFUSED_COLUMNS = ("inputs_embeds", "pixel_values", "seq_idx", "cu_seq_lens_q")
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,6 +202,7 @@ def to_documents(
 
 def _present_columns(feature: Mapping, name: str) -> dict[str, Any]:
     columns = {key: value for key, value in feature.items() if value is not None}
+    check_columns(columns, name=name)
     refused = [column for column in REFUSED_COLUMNS if column in columns]
     if refused:
         raise ValueError(
@@ -216,6 +217,23 @@ def _present_columns(feature: Mapping, name: str) -> dict[str, Any]:
             "they were dropped)."
         )
     return columns
+
+
+def check_columns(columns: Mapping[str, Any], *, name: str) -> None:
+    """Refuses data for preference and reward training, whatever else it holds.
+
+    Raises:
+        ValueError: there is a chosen or rejected answer, or a true/false label beside an answer.
+    """
+    found = [column for column in columns if {"chosen", "rejected"} & set(column.split("_"))]
+    if isinstance(columns.get("label"), bool) and {"completion", "completion_ids"} & columns.keys():
+        found.append("label")
+    if found:
+        raise ValueError(
+            f"{name} has the column{'s' * (len(found) > 1)} {', '.join(map(repr, found))}: data for preference or "
+            "reward training, whose loss compares whole sequences; a rank holds only parts of them.\n"
+            "  Train it without context parallelism, or pass the answers to learn from as prompt and completion."
+        )
 
 
 def _token_arrays(columns: Mapping[str, Any], name: str) -> dict[str, np.ndarray]:

@@ -1,7 +1,7 @@
 """Rows for training: packed once, dealt to data-parallel ranks, the same for every rank of a context-parallel group.
 
-In micro-step s of an epoch, the group with `dp_rank` d works on row `order[s * dp_size + d]`, where `order` is a
-permutation given by (seed, epoch). All ranks compute it alone; before a batch is handed out they compare
+In micro-step s of an epoch, the group with `dp_rank` d works on row `order[s * dp_size + d]`, where (seed, epoch) give
+the `order` (hf_cp/data/order.py). All ranks compute it alone; before a batch is handed out they compare
 (hf_cp/parallel/status.py). With 5 rows and dp_size 2, without shuffling:
 
 | micro-step | dp 0 | dp 1 |
@@ -20,21 +20,20 @@ import gc
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from hf_cp.data.collator import DataCollatorForContextParallel
+from hf_cp.data.order import MASKED_ROW, RowOrder, attention_areas
 from hf_cp.data.packed import PackedDataset
+from hf_cp.data.position import LoaderPosition
 from hf_cp.parallel.mesh import ContextParallelMesh
 from hf_cp.parallel.status import exchange_status
 
 logger = logging.getLogger(__name__)
-
-MASKED_ROW = -1  # stands for a row without targets, where rows do not divide over dp ranks
 
 
 class RowSampler(BatchSampler):
@@ -44,30 +43,19 @@ class RowSampler(BatchSampler):
     `set_epoch` on the sampler.
     """
 
-    def __init__(self, num_rows: int, *, dp_rank: int, dp_size: int, shuffle: bool, seed: int, drop_last: bool):
-        if drop_last and num_rows < dp_size:
-            raise ValueError(
-                f"drop_last leaves no step: {num_rows} rows for dp_size={dp_size}.\n"
-                "  Use drop_last=False, a smaller max_tokens (more rows), or fewer data-parallel ranks."
-            )
-        self.num_rows, self.dp_rank, self.dp_size = num_rows, dp_rank, dp_size
-        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
+    def __init__(self, order: RowOrder, *, dp_rank: int):
+        self.order, self.dp_rank = order, dp_rank
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
     def __len__(self) -> int:
-        return self.num_rows // self.dp_size if self.drop_last else -(-self.num_rows // self.dp_size)
+        return self.order.num_micro_steps
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        if self.shuffle:
-            order = np.random.default_rng([self.seed, self.epoch]).permutation(self.num_rows).tolist()
-        else:
-            order = list(range(self.num_rows))
-        order += [MASKED_ROW] * (len(self) * self.dp_size - self.num_rows)
-        for step in range(len(self)):
-            yield [(step, order[step * self.dp_size + self.dp_rank])]
+        own = self.order.rows(self.epoch)[self.dp_rank :: self.order.dp_size]
+        yield from ([step_and_row] for step_and_row in enumerate(own))
 
 
 @dataclass(frozen=True)
@@ -96,17 +84,34 @@ class RankRows(Dataset):
             documents = self.collator.masked_row() if row == MASKED_ROW else self.packed[row]
             batch, digest = self.collator.collate(documents)
         except Exception as error:
-            return RowOutcome(step, error=_plain(error))
+            return RowOutcome(step, error=plain_error(error))
         return RowOutcome(step, batch, digest)
 
 
-def _plain(error: Exception) -> Exception:
+def plain_error(error: Exception) -> Exception:
     """The error, in a type that is certain to survive the way out of a worker process."""
     if type(error) in (ValueError, RuntimeError):
         return error
     plain = RuntimeError(f"{type(error).__name__}: {error}")
     plain.__cause__ = error
     return plain
+
+
+def agreed_batch(what: str, outcome: RowOutcome, *, mesh: ContextParallelMesh, scope: str) -> dict[str, Any]:
+    """The outcome's batch, once all ranks have said that they have theirs (see [`exchange_status`])."""
+    layout = outcome.batch.get("hf_cp_layout") if outcome.batch is not None else None
+    longest = exchange_status(
+        what,
+        mesh=mesh,
+        step=outcome.step,
+        digest=outcome.digest,
+        error=outcome.error,
+        scope=scope,
+        size=0 if layout is None else layout.local_length,
+    )
+    if layout is not None:
+        layout.is_agreed, layout.lockstep_length, layout.micro_step = True, longest, outcome.step
+    return outcome.batch
 
 
 def _as_is(outcome: RowOutcome) -> RowOutcome:
@@ -127,6 +132,11 @@ class ContextParallelDataLoader(DataLoader):
         mesh (`ContextParallelMesh`): gives dp and cp ranks, and carries the status exchange.
         batch_size (`int`, *optional*, defaults to 1): features of a row when the collator has no `max_tokens`.
         shuffle (`bool`, *optional*, defaults to `False`): permute rows by (seed, epoch); otherwise natural order.
+        rows_per_step (`int`, *optional*): rows of an optimizer step, dp_size x accumulation steps (default: dp_size).
+            Which rows these are depends on nothing but (seed, epoch); among them, rows of similar cost meet in one
+            micro-step.
+        group_by_cost (`bool`, *optional*, defaults to `False`): with `shuffle`, the rows of an optimizer step have
+            similar costs, so that dp ranks are even without accumulation too ([`RowOrder`]).
         seed (`int`, *optional*, defaults to 0): not negative, the same on all ranks.
         drop_last (`bool`, *optional*, defaults to `False`): leave out a last step that has too few rows.
         num_workers (`int`, *optional*, defaults to 0): processes that make batches ahead; the batches are the same.
@@ -156,6 +166,8 @@ class ContextParallelDataLoader(DataLoader):
         seed: int = 0,
         drop_last: bool = False,
         num_workers: int = 0,
+        rows_per_step: int | None = None,
+        group_by_cost: bool = False,
     ):
         self._mesh, self._worker_processes = mesh, num_workers
         rows = _pack_on_all_ranks(
@@ -163,14 +175,16 @@ class ContextParallelDataLoader(DataLoader):
         )
         self.packed, self.manifest = rows.packed, rows.packed.manifest
         self._start_step = self._next_step = 0
-        sampler = RowSampler(
-            len(self.packed),
-            dp_rank=mesh.dp_rank,
+        order = RowOrder(
+            attention_areas(self.manifest),
             dp_size=mesh.dp_size,
+            rows_per_step=mesh.dp_size if rows_per_step is None else rows_per_step,
             shuffle=shuffle,
             seed=seed,
             drop_last=drop_last,
+            group_by_cost=group_by_cost,
         )
+        sampler = RowSampler(order, dp_rank=mesh.dp_rank)
         # Whoever rebuilds the loader from these parts (skip_first_batches) gets the status exchange with collate_fn,
         # and no workers, because the exchange must run in this process.
         super().__init__(rows, batch_sampler=sampler, collate_fn=self._collate_rows)
@@ -204,7 +218,7 @@ class ContextParallelDataLoader(DataLoader):
         """
         if not 0 <= num_steps <= len(self):
             raise ValueError(
-                f"Cannot skip {num_steps} micro-steps: an epoch has {len(self)} ({len(self.packed)} rows over "
+                f"Cannot skip {num_steps} micro-steps: an epoch has {len(self)} ({self.order.num_dealt} rows over "
                 f"dp_size={self._mesh.dp_size}). Count micro-steps within the epoch, per dp rank."
             )
         self._start_step = self._next_step = num_steps
@@ -245,50 +259,36 @@ class ContextParallelDataLoader(DataLoader):
     def _collate_rows(self, outcomes: list[RowOutcome]) -> dict[str, Any]:
         """Hands out a batch, after all ranks have said that they have theirs."""
         (outcome,) = outcomes
-        layout = outcome.batch.get("hf_cp_layout") if outcome.batch is not None else None
-        longest = exchange_status(
-            "row",
-            mesh=self._mesh,
-            step=outcome.step,
-            digest=outcome.digest,
-            error=outcome.error,
-            scope="cp",
-            size=0 if layout is None else layout.local_length,
-        )
+        batch = agreed_batch("row", outcome, mesh=self._mesh, scope="cp")
         self._next_step = outcome.step + 1
-        if layout is not None:
-            layout.is_agreed, layout.lockstep_length = True, longest
-        return outcome.batch
+        return batch
+
+    @property
+    def order(self) -> RowOrder:
+        """In which order rows are dealt."""
+        return self.batch_sampler.order
+
+    @property
+    def position(self) -> LoaderPosition:
+        """Where the loader is, with what that depends on; equal on all ranks."""
+        return LoaderPosition.of(self.order, data_digest=self.packed.digest, epoch=self.epoch, step=self._next_step)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader is: epoch and next micro-step, with what they depend on. Equal on all ranks."""
-        sampler = self.batch_sampler
-        return {
-            "epoch": self.epoch,
-            "next_step": self._next_step,
-            "manifest_digest": self.manifest.digest,
-            "dp_size": sampler.dp_size,
-            "shuffle": sampler.shuffle,
-            "seed": sampler.seed,
-            "drop_last": sampler.drop_last,
-        }
+        """[`ContextParallelDataLoader.position`] as plain values."""
+        return asdict(self.position)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The next iteration goes on where [`ContextParallelDataLoader.state_dict`] was taken; any cp_size will do.
 
+        With another number of dp ranks the same rows are left, if the saved position is at the end of an optimizer
+        step of both runs.
+
         Raises:
-            ValueError: the rows, their order or the number of dp ranks are not those of the saved run.
+            ValueError: the documents, their order, or the rows of a step are not those of the saved run.
         """
-        own = self.state_dict()
-        for name in ("manifest_digest", "dp_size", "shuffle", "seed", "drop_last"):
-            if state[name] != own[name]:
-                raise ValueError(
-                    f"The saved position does not fit this loader: {name} was {state[name]}, here it is {own[name]}.\n"
-                    "  Resume with the same documents, max_tokens, seed and number of data-parallel ranks, or start "
-                    "the epoch anew without load_state_dict."
-                )
+        next_step = LoaderPosition.load(state).next_step_in(self.position)
         self.set_epoch(state["epoch"])
-        self.skip(state["next_step"])
+        self.skip(next_step)
 
     def save_manifest(self, path: str | os.PathLike) -> None:
         """Writes the packing manifest as JSON, with this run's padding per row; rank 0 writes, the others return."""
@@ -303,7 +303,7 @@ def _pack_on_all_ranks(
     rows, digest, failure = None, 0, None
     try:
         rows = RankRows(PackedDataset(dataset, collator=collator, **kwargs), collator.for_rank(mesh))
-        digest = int.from_bytes(bytes.fromhex(rows.packed.manifest.digest)[:8], "big", signed=True)
+        digest = int.from_bytes(bytes.fromhex(rows.packed.digest)[:8], "big", signed=True)
     except Exception as error:
         failure = error
     exchange_status("packing of the data set", mesh=mesh, digest=digest, error=failure, scope="world")

@@ -6,7 +6,9 @@ their number never changes.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,8 @@ class PackedDataset(Dataset):
 
     Attributes:
         manifest (`PackingManifest`): what every row holds.
+        documents (`tuple[Document, ...]`): in the order of the data set.
+        num_features (`int`): length of the data set, features without a document included.
 
     Raises:
         ValueError: `features` has no length, a feature cannot be read, none has a token, or `batch_size` is not 1
@@ -60,6 +64,7 @@ class PackedDataset(Dataset):
                 f"batch_size={batch_size} with max_tokens={collator.max_tokens}: a packed row holds as many documents "
                 "as fit.\n  Use batch_size=1 (per_device_train_batch_size) and set the size of a row with max_tokens."
             )
+        self.num_features = len(features)
         prepared = collator.prepare(features[index] for index in range(len(features)))
         self.documents = prepared.documents
         if collator.max_tokens is not None:
@@ -79,6 +84,18 @@ class PackedDataset(Dataset):
 
     def __getitem__(self, row: int) -> list[Document]:
         return [self.documents[document] for document in self.manifest.rows[row]]
+
+    @cached_property
+    def digest(self) -> str:
+        """Hex hash of the manifest and of every document's ids, labels and positions; equal on all ranks."""
+        digest = hashlib.blake2b(self.manifest.digest.encode(), digest_size=16)
+        for document in self.documents:
+            digest.update(document.input_ids)
+            if document.labels is not document.input_ids:
+                digest.update(document.labels)
+            if document.position_ids is not None:
+                digest.update(document.position_ids)
+        return digest.hexdigest()
 
 
 def _group_by_feature(sources: Sequence[int], batch_size: int, seed: int | None) -> list[list[int]]:

@@ -13,6 +13,7 @@ from hf_cp.sequence.layout import SequenceLayout
 logger = logging.getLogger(__name__)
 
 
+@torch.compiler.disable
 def check_batch(
     tokens: torch.Tensor | None,
     attention_mask: torch.Tensor | None,

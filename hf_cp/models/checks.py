@@ -6,11 +6,22 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_cp.config import ContextParallelConfig, check_heads, head_counts
+from hf_cp.models.rope import BY_LENGTH, FIXED, rope_types
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+# A family is in this list once a test shows that patched it computes what the untouched model computes.
+MODEL_TYPES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "olmo2",
+    "phi3",
+    "smollm3",
+)
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-# their frequencies depend on the longest position that a rank happens to see, so ranks would disagree
-_ROPE_TYPES_BY_LENGTH = ("dynamic", "longrope")
 
 
 def check_model(model: nn.Module, base: PreTrainedModel, config: ContextParallelConfig) -> None:
@@ -33,11 +44,16 @@ def check_model(model: nn.Module, base: PreTrainedModel, config: ContextParallel
             f"{name} has layers of the kind {', '.join(sorted(layer_types))}; only "
             f"{' and '.join(sorted(_LAYER_TYPES))} can be split along the sequence."
         )
-    rope_type = _rope_type(settings)
-    if rope_type in _ROPE_TYPES_BY_LENGTH:
+    unknown = rope_types(settings) - {*FIXED, *BY_LENGTH}
+    if unknown:
         raise ValueError(
-            f"{name} uses the {rope_type!r} RoPE, whose frequencies depend on the positions a rank sees; ranks would "
-            "disagree. Use rope_type 'default', 'linear', 'llama3' or 'yarn'."
+            f"{name} uses the RoPE type {', '.join(map(repr, sorted(unknown)))}, and it is not known whether its "
+            f"frequencies depend on what a rank sees. Use one of {', '.join((*FIXED, *BY_LENGTH))}."
+        )
+    if getattr(settings, "router_jitter_noise", 0.0):
+        raise ValueError(
+            f"{name} has router_jitter_noise={settings.router_jitter_noise}; its random factors would differ from "
+            "those of one process. Set router_jitter_noise to 0.0 in the config that the model is made from."
         )
     tp_size = getattr(base, "tp_size", None)
     if tp_size is not None and tp_size > 1:
@@ -45,11 +61,6 @@ def check_model(model: nn.Module, base: PreTrainedModel, config: ContextParallel
             f"{name} is tensor-parallel (tp_size={tp_size}), which is not supported yet. Load it with tp 1."
         )
     _check_adapters(model)
-
-
-def _rope_type(settings) -> str:
-    parameters = getattr(settings, "rope_parameters", None) or getattr(settings, "rope_scaling", None) or {}
-    return parameters.get("rope_type", "default")
 
 
 def _check_adapters(model: nn.Module) -> None:

@@ -9,6 +9,8 @@ gradient of the global token mean (sum of all S_r) / N is the average of d(S_r W
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -20,8 +22,15 @@ from hf_cp.parallel.collectives import sum_over_cp
 from hf_cp.parallel.mesh import ContextParallelMesh
 
 
+@torch.compiler.disable  # the number of chunks changes from row to row
 def token_losses(
-    hidden: torch.Tensor, lm_head: nn.Module, shift_labels: torch.Tensor, *, num_chunks: int
+    hidden: torch.Tensor,
+    lm_head: nn.Module,
+    shift_labels: torch.Tensor,
+    *,
+    num_chunks: int,
+    label_smoothing: float = 0.0,
+    on_logits: Callable[[torch.Tensor], None] | None = None,
 ) -> torch.Tensor:
     """Cross-entropy of every local token.
 
@@ -31,23 +40,45 @@ def token_losses(
         shift_labels (`torch.Tensor`): int64 [n], the next token of each slot, -100 where there is no target.
         num_chunks (`int`): calls of `lm_head`, the same on all ranks; logits of 1 / num_chunks of the slots exist at
             the same time.
+        label_smoothing (`float`): e in (1 - e) * loss + e * (mean of -log p over the vocabulary), as in
+            [`transformers.trainer_pt_utils.LabelSmoother`].
+        on_logits (`Callable`, *optional*): is shown the logits [slots of the chunk, vocabulary] of every chunk that
+            is not empty, in order; for evaluation, so only without gradients.
 
     Returns:
         `torch.Tensor` [n], fp32 (fp64 for an fp64 model), 0 where there is no target; it has a graph even if there is
         no target at all.
+
+    Raises:
+        ValueError: `on_logits` is given while gradients are recorded (chunks are computed twice then).
     """
     chunks = zip(hidden.tensor_split(num_chunks), shift_labels.tensor_split(num_chunks), strict=True)
     if not torch.is_grad_enabled():
-        return torch.cat([_chunk_losses(h, labels, lm_head) for h, labels in chunks])
-    return torch.cat([checkpoint(_chunk_losses, h, labels, lm_head, use_reentrant=False) for h, labels in chunks])
+        return torch.cat([_chunk_losses(h, labels, lm_head, label_smoothing, on_logits) for h, labels in chunks])
+    if on_logits is not None:
+        raise ValueError("Logits are shown in evaluation only, but gradients are on. Use torch.no_grad().")
+    return torch.cat(
+        [checkpoint(_chunk_losses, h, labels, lm_head, label_smoothing, use_reentrant=False) for h, labels in chunks]
+    )
 
 
-def _chunk_losses(hidden: torch.Tensor, shift_labels: torch.Tensor, lm_head: nn.Module) -> torch.Tensor:
+def _chunk_losses(
+    hidden: torch.Tensor,
+    shift_labels: torch.Tensor,
+    lm_head: nn.Module,
+    label_smoothing: float,
+    on_logits: Callable[[torch.Tensor], None] | None = None,
+) -> torch.Tensor:
     logits = lm_head(hidden)
     logits = logits.to(accumulator_dtype(logits.dtype))
-    return cross_entropy(logits, shift_labels, ignore_index=IGNORE_INDEX, reduction="none")
+    if on_logits is not None and len(logits):
+        on_logits(logits)
+    return cross_entropy(
+        logits, shift_labels, ignore_index=IGNORE_INDEX, reduction="none", label_smoothing=label_smoothing
+    )
 
 
+@torch.compiler.disable
 def reduce_losses(
     losses: torch.Tensor,
     shift_labels: torch.Tensor,

@@ -12,7 +12,7 @@ import copy
 import functools
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -23,11 +23,16 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_cp.attention.kernels import choose_kernel
+from hf_cp.attention.once import make_now
 from hf_cp.attention.usp import context_parallel_attention
 from hf_cp.config import ContextParallelConfig
 from hf_cp.models.batch import check_batch
+from hf_cp.models.checkpointing import KeptAttention, kept_attention
 from hf_cp.models.checks import check_model
 from hf_cp.models.loss import reduce_losses, token_losses
+from hf_cp.models.moe import add_balance_loss, balance_loss, is_mixture, token_loss_only, uses_balance_loss
+from hf_cp.models.rope import frequencies_of_the_row, rotaries_by_length
+from hf_cp.models.tiled_mlp import check_mlps, tile_mlps, untile_mlps
 from hf_cp.parallel.mesh import ContextParallelMesh
 from hf_cp.sequence.layout import SequenceLayout
 
@@ -44,9 +49,12 @@ class ShardedLossOutput(CausalLMOutputWithPast):
 
     Args:
         token_losses (`torch.Tensor`): [n], cross-entropy of each local slot, 0 where there is no target.
+        aux_loss (`torch.Tensor`, *optional*): the row's load-balancing loss, before its coefficient (`loss` has it
+            in), if the model has experts and `output_router_logits` is set.
     """
 
     token_losses: torch.Tensor | None = None
+    aux_loss: torch.Tensor | None = None
 
 
 @dataclass
@@ -57,12 +65,19 @@ class ContextParallelState:
     mesh: ContextParallelMesh
     attn_implementation: str  # before the patch
     forward: Callable  # before the patch
+    rotaries: tuple[nn.Module, ...] = ()  # those whose frequencies depend on the row's length
     active: bool = True
     kernel_name: str | None = None  # of the first attention call
+    lockstep_length: int = 0  # of the row in the layer that runs; its attention sets it for the MLP that follows
+    patched: Callable | None = None  # the function in place of `forward`
+
+    def num_mlp_chunks(self) -> int:
+        """Into how many chunks the MLP that runs now is cut: the same number on all ranks."""
+        return -(-self.lockstep_length // self.config.mlp_chunk_tokens) if self.active else 1
 
 
 def apply_context_parallel(model: nn.Module, config_or_mesh: ContextParallelConfig | ContextParallelMesh) -> nn.Module:
-    """Makes a Llama, Mistral, Qwen2 or Qwen3 causal LM context-parallel, in place.
+    """Makes a causal LM of one of the families in `hf_cp.models.checks` context-parallel, in place.
 
     Works before or after `peft.get_peft_model`. The patched model takes batches of
     [`DataCollatorForContextParallel`]; `model(**batch).loss` is exact (see [`reduce_losses`]), `logits` is `None` when
@@ -90,14 +105,20 @@ def apply_context_parallel(model: nn.Module, config_or_mesh: ContextParallelConf
             "  Call remove_context_parallel(model) before applying another config."
         )
     check_model(model, base, config)
+    if config.mlp_chunk_tokens is not None:
+        check_mlps(base.get_decoder().layers, config.mlp_chunk_tokens)
     mesh = config_or_mesh if isinstance(config_or_mesh, ContextParallelMesh) else ContextParallelMesh(config)
-    state = ContextParallelState(config, mesh, base.config._attn_implementation, base.forward)
+    implementation, rotaries = base.config._attn_implementation, rotaries_by_length(base)
+    state = ContextParallelState(config, mesh, implementation, base.forward, rotaries)
     _register_attention()
     _give_own_config(model, base)
     setattr(base, _STATE, state)
     for layer in base.get_decoder().layers:
         setattr(layer.self_attn, _STATE, state)
-    base.forward = MethodType(_wrap_forward(state.forward), base)
+    if config.mlp_chunk_tokens is not None:
+        tile_mlps(base.get_decoder().layers, state.num_mlp_chunks)
+    state.patched = _wrap_forward(state.forward)
+    base.forward = MethodType(state.patched, base)
     base.set_attn_implementation(ATTENTION_NAME)
     if mesh.rank == 0:
         logger.info(
@@ -115,13 +136,17 @@ def remove_context_parallel(model: nn.Module) -> nn.Module:
     base = base_causal_lm(model)
     state.active = False  # for wrappers that hold on to the patched forward
     base.set_attn_implementation(state.attn_implementation)
-    if getattr(state.forward, "__func__", None) is type(base).forward:
+    if getattr(vars(base)["forward"], "__func__", None) is not state.patched:
+        pass  # something stands around the patch; it stays, and the patch in it only passes calls on
+    elif getattr(state.forward, "__func__", None) is type(base).forward:
         del base.forward
     else:
         base.forward = state.forward
     delattr(base, _STATE)
     for layer in base.get_decoder().layers:
         delattr(layer.self_attn, _STATE)
+    if state.config.mlp_chunk_tokens is not None:
+        untile_mlps(base.get_decoder().layers)
     return model
 
 
@@ -149,7 +174,7 @@ def local_token_losses(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
     """
     state = context_parallel_state(model)
     if state is not None and state.active:
-        return model(**batch, num_items_in_batch=1).token_losses
+        return model(**batch, num_items_in_batch=1, **token_loss_only(model)).token_losses
     base = base_causal_lm(model)
     inputs = {name: batch[name] for name in ("input_ids", "position_ids")}
     hidden = base.get_decoder()(**inputs, use_cache=False).last_hidden_state[0]
@@ -171,8 +196,7 @@ def base_causal_lm(model: nn.Module) -> PreTrainedModel:
     found = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
     if found is None:
         raise ValueError(
-            f"{type(model).__name__} holds no Hugging Face PreTrainedModel. Pass a Llama, Mistral, Qwen2 or Qwen3 "
-            "causal LM."
+            f"{type(model).__name__} holds no Hugging Face PreTrainedModel. Pass a causal LM, such as Llama or Qwen3."
         )
     return found
 
@@ -186,10 +210,11 @@ def _give_own_config(model: nn.Module, base: PreTrainedModel) -> None:
 
 
 def _wrap_forward(original: Callable) -> Callable:
+    @functools.partial(torch.compiler.disable, recursive=False)
     @functools.wraps(original)
     def forward(self, *args: Any, hf_cp_layout: SequenceLayout | None = None, **kwargs: Any):
         state: ContextParallelState | None = getattr(self, _STATE, None)
-        if state is None or not state.active:
+        if state is None or not state.active or state.patched is not forward:  # the last: of an earlier patch
             return original(*args, **kwargs)
         if hf_cp_layout is None and any(kwargs.get(name) is not None for name in ("cache", "past_key_values")):
             with context_parallel_disabled(self):  # generate(): every rank holds the whole text
@@ -199,6 +224,7 @@ def _wrap_forward(original: Callable) -> Callable:
     return forward
 
 
+@functools.partial(torch.compiler.disable, recursive=False)  # the decoder that it calls is compiled
 def _forward(
     model: PreTrainedModel,
     state: ContextParallelState,
@@ -210,6 +236,8 @@ def _forward(
     labels: torch.Tensor | None = None,
     shift_labels: torch.Tensor | None = None,
     num_items_in_batch: torch.Tensor | int | None = None,
+    hf_cp_label_smoothing: float = 0.0,
+    hf_cp_on_logits: Callable[[torch.Tensor], None] | None = None,
     **kwargs: Any,
 ) -> CausalLMOutputWithPast:
     """The model on this rank's shard, loss in chunks; logits of the shard if there are no labels."""
@@ -218,20 +246,41 @@ def _forward(
     if position_ids is None:
         position_ids = layout.position_ids(state.mesh.cp_rank).to(tokens.device).unsqueeze(0)
     kwargs |= {"position_ids": position_ids, "hf_cp_layout": layout, "use_cache": False}
-    if labels is None:
-        return state.forward(input_ids, **kwargs)
-    kwargs.pop("logits_to_keep", None)
-    outputs = model.get_decoder()(input_ids, **kwargs)
+    if state.config.keep_attention:
+        kwargs["hf_cp_kept"] = kept_attention(model.get_decoder().layers)
+    is_balanced = uses_balance_loss(
+        model,
+        requested=kwargs.pop("output_router_logits", None),
+        with_labels=labels is not None,
+        own_head=bool(kwargs.get("fused_lm_head")),
+    )
+    if is_mixture(model):
+        kwargs["output_router_logits"] = is_balanced
+    with frequencies_of_the_row(state.rotaries, layout, position_ids, mesh=state.mesh):
+        if labels is None:
+            return state.forward(input_ids, **kwargs)
+        if kwargs.get("fused_lm_head"):  # TRL's own head around the decoder; it scores the hidden states of the shard
+            return state.forward(input_ids, labels=labels, shift_labels=shift_labels, **kwargs)
+        kwargs.pop("logits_to_keep", None)
+        outputs = model.get_decoder()(input_ids, **kwargs)
     losses = token_losses(
         outputs.last_hidden_state[0],
         model.get_output_embeddings(),
         shift_labels[0],
         num_chunks=-(-layout.lockstep_length // state.config.loss_chunk_tokens),
+        label_smoothing=hf_cp_label_smoothing,
+        on_logits=hf_cp_on_logits,
     )
     loss = reduce_losses(losses, shift_labels, state.mesh, num_items_in_batch=num_items_in_batch)
-    return ShardedLossOutput(loss=loss, hidden_states=outputs.hidden_states, token_losses=losses)
+    aux_loss = None
+    if is_balanced:
+        balance = balance_loss(model, outputs.router_logits, shift_labels, layout, state.mesh)
+        aux_loss, is_sum = balance.value, num_items_in_batch is not None
+        loss = add_balance_loss(loss, balance, coefficient=model.router_aux_loss_coef, mesh=state.mesh, summed=is_sum)
+    return ShardedLossOutput(loss=loss, hidden_states=outputs.hidden_states, token_losses=losses, aux_loss=aux_loss)
 
 
+@torch.compiler.disable
 def _attention(
     module: nn.Module,
     query: torch.Tensor,  # [1, H, n, D]
@@ -243,6 +292,7 @@ def _attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     hf_cp_layout: SequenceLayout | None = None,
+    hf_cp_kept: KeptAttention | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # [1, n, H, D]
     """What transformers calls in every attention layer of a patched model."""
@@ -258,11 +308,18 @@ def _attention(
             "  Pass the batches of DataCollatorForContextParallel as model(**batch), or use "
             "context_parallel_disabled(model) for whole rows."
         )
+    if sliding_window is None:  # some families put the window into their mask only
+        sliding_window = getattr(module, "sliding_window", None)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     state: ContextParallelState = getattr(module, _STATE)
-    out = context_parallel_attention(
-        q, k, v, mesh=state.mesh, layout=hf_cp_layout, window=sliding_window, scale=scaling
-    )
+    state.lockstep_length = hf_cp_layout.lockstep_length
+    place = state.mesh.place  # a lost peer is reported with it
+    place.enter(module.layer_idx, hf_cp_layout.micro_step)
+    with nullcontext(make_now) if hf_cp_kept is None else hf_cp_kept.layer(module.layer_idx, q.device) as once:
+        out = context_parallel_attention(
+            q, k, v, mesh=state.mesh, layout=hf_cp_layout, window=sliding_window, scale=scaling, once=once
+        )
+    place.follow(out)
     if state.kernel_name is None:  # known once the first call has shown the dtype; said once
         state.kernel_name = choose_kernel(state.config.kernel, out, out).name
         if state.mesh.rank == 0:

@@ -1,18 +1,22 @@
 """The collectives of attention: hops, exchanges and gathers over the ring axis, an all-to-all over the Ulysses axis.
 
-Each counts the bytes that leave the process (`mesh.traffic`). Over an axis of one process nothing is communicated.
+Each counts the bytes that leave the process (`mesh.traffic`) and raises a `CommunicationError` when a peer is lost.
+Over an axis of one process nothing is communicated.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from hf_cp.parallel.faults import Watched
 from hf_cp.parallel.mesh import ContextParallelMesh
 
 DIRECT_TAG = 2  # of sends to all ring ranks at once; hops use smaller ones
+_TRADE = "the trade of tokens for heads (all-to-all)"
 
 
 @dataclass
@@ -22,11 +26,14 @@ class Transfer:
     received: torch.Tensor | None
     sent: torch.Tensor | None  # kept alive until it has left
     works: list[dist.Work]
+    mesh: ContextParallelMesh
+    what: str  # for messages
 
     def wait(self) -> torch.Tensor:
         """What arrived, once; the transfer lets go of both buffers."""
-        for work in self.works:
-            work.wait()
+        with Watched(self.mesh, "ring", self.what):
+            for work in self.works:
+                work.wait()
         received, self.received, self.sent, self.works = self.received, None, None, []
         return received
 
@@ -44,7 +51,7 @@ def start_hop(tensor: torch.Tensor, mesh: ContextParallelMesh, *, received_rows:
         dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % size, tag=tag),
     ]
     mesh.traffic.ring_bytes += sent.nbytes
-    return Transfer(received, sent, dist.batch_isend_irecv(ops))
+    return _start_on_ring(ops, received, sent, mesh, "a hop of the ring")
 
 
 def start_exchange(
@@ -58,10 +65,12 @@ def start_exchange(
     """
     tensor = tensor.contiguous()
     buffer = tensor.new_empty(sum(received), *tensor.shape[1:])
-    work = dist.all_to_all_single(buffer, tensor, received, sent, group=mesh.ring_group, async_op=True)
+    what = "the exchange of K/V rows"
+    with Watched(mesh, "ring", what):
+        work = dist.all_to_all_single(buffer, tensor, received, sent, group=mesh.ring_group, async_op=True)
     row_bytes = tensor.nbytes // max(1, len(tensor))
     mesh.traffic.ring_bytes += (sum(sent) - sent[mesh.ring_rank]) * row_bytes
-    return Transfer(buffer, tensor, [work])
+    return Transfer(buffer, tensor, [work], mesh, what)
 
 
 def start_all_gather(tensor: torch.Tensor, mesh: ContextParallelMesh) -> Transfer:
@@ -72,8 +81,8 @@ def start_all_gather(tensor: torch.Tensor, mesh: ContextParallelMesh) -> Transfe
     tensor, rank = tensor.contiguous(), mesh.ring_rank
     gathered = tensor.new_empty(mesh.ring_size, *tensor.shape)
     gathered[rank] = tensor
-    works = _start_sends([tensor] * mesh.ring_size, list(gathered), mesh)
-    return Transfer(gathered.flatten(0, 1), tensor, works)
+    ops = _sends([tensor] * mesh.ring_size, list(gathered), mesh)
+    return _start_on_ring(ops, gathered.flatten(0, 1), tensor, mesh, "the all-gather of K/V")
 
 
 def start_return(blocks: torch.Tensor, mesh: ContextParallelMesh) -> Transfer:
@@ -85,13 +94,12 @@ def start_return(blocks: torch.Tensor, mesh: ContextParallelMesh) -> Transfer:
     received = torch.empty_like(blocks[1:])
     places = list(received)
     places.insert(mesh.ring_rank, blocks[mesh.ring_rank])
-    return Transfer(received, blocks, _start_sends(list(blocks), places, mesh))
+    ops = _sends(list(blocks), places, mesh)
+    return _start_on_ring(ops, received, blocks, mesh, "the return of dK/dV")
 
 
-def _start_sends(
-    sent: list[torch.Tensor], received: list[torch.Tensor], mesh: ContextParallelMesh
-) -> list[dist.Work]:
-    """Starts to send `sent[j]` to ring rank j and to receive `received[j]` from it, for all but this rank."""
+def _sends(sent: list[torch.Tensor], received: list[torch.Tensor], mesh: ContextParallelMesh) -> list[dist.P2POp]:
+    """Sends of `sent[j]` to ring rank j and receives of `received[j]` from it, for all but this rank."""
     rank, size, group = mesh.ring_rank, mesh.ring_size, mesh.ring_group
     ops = []
     for step in range(1, size):
@@ -99,7 +107,15 @@ def _start_sends(
         ops.append(dist.P2POp(dist.isend, sent[to], group=group, group_peer=to, tag=DIRECT_TAG))
         ops.append(dist.P2POp(dist.irecv, received[source], group=group, group_peer=source, tag=DIRECT_TAG))
         mesh.traffic.ring_bytes += sent[to].nbytes
-    return dist.batch_isend_irecv(ops)
+    return ops
+
+
+def _start_on_ring(
+    ops: list[dist.P2POp], received: torch.Tensor, sent: torch.Tensor, mesh: ContextParallelMesh, what: str
+) -> Transfer:
+    with Watched(mesh, "ring", what):
+        works = dist.batch_isend_irecv(ops)
+    return Transfer(received, sent, works, mesh, what)
 
 
 @dataclass
@@ -117,15 +133,17 @@ class BlockTransfer:
             return blocks.view_as(blocks)
         self.sent = blocks.contiguous()
         received = torch.empty_like(self.sent)
-        self.work = dist.all_to_all_single(received, self.sent, group=self.mesh.ulysses_group, async_op=True)
-        if torch.is_anomaly_enabled():
-            self.work.wait()  # it reads what backward functions return at once
+        with Watched(self.mesh, "ulysses", _TRADE):
+            self.work = dist.all_to_all_single(received, self.sent, group=self.mesh.ulysses_group, async_op=True)
+            if torch.is_anomaly_enabled():
+                self.work.wait()  # it reads what backward functions return at once
         self.mesh.traffic.ulysses_bytes += self.sent.nbytes * (self.mesh.ulysses_size - 1) // self.mesh.ulysses_size
         return received
 
     def finish(self) -> None:
         if self.work is not None:
-            self.work.wait()
+            with Watched(self.mesh, "ulysses", _TRADE):
+                self.work.wait()
         self.sent = self.work = None
 
 
@@ -133,14 +151,15 @@ class _Start(torch.autograd.Function):
     """Starts a trade of blocks; in the backward pass, waits for the gradients' trade that `_Finish` has started."""
 
     @staticmethod
-    def forward(ctx, blocks: torch.Tensor, transfer: BlockTransfer) -> torch.Tensor:
+    def forward(ctx, blocks: torch.Tensor, transfer: BlockTransfer, once: Callable) -> torch.Tensor:
         ctx.transfer = transfer
-        return transfer.start(blocks)
+        (received,) = once(lambda: (transfer.start(blocks),))
+        return received
 
     @staticmethod
-    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         ctx.transfer.finish()
-        return grad, None
+        return grad, None, None
 
 
 class _Finish(torch.autograd.Function):
@@ -157,15 +176,25 @@ class _Finish(torch.autograd.Function):
         return ctx.transfer.start(grad), None
 
 
-def start_all_to_all(blocks: torch.Tensor, mesh: ContextParallelMesh) -> BlockTransfer:
+def start_all_to_all(
+    blocks: torch.Tensor, mesh: ContextParallelMesh, *, once: Callable[[Callable], tuple] | None = None
+) -> BlockTransfer:
     """Starts to trade blocks over the Ulysses axis, differentiably.
 
     Args:
         blocks (`torch.Tensor`): [ulysses_size, ...], block j for Ulysses rank j.
+        once (`Callable`, *optional*): gets the function that starts the trade and returns the tuple of its receive
+            buffer; may give that of an earlier trade of the same blocks instead, then nothing is sent.
     """
+    if once is None or mesh.ulysses_size == 1:
+        once = _call
     transfer = BlockTransfer(mesh)
-    transfer.blocks = _Start.apply(blocks, transfer)
+    transfer.blocks = _Start.apply(blocks, transfer, once)
     return transfer
+
+
+def _call(make: Callable[[], tuple]) -> tuple:
+    return make()
 
 
 def finish_all_to_all(transfer: BlockTransfer) -> torch.Tensor:
@@ -179,7 +208,8 @@ def sum_over_cp(tensor: torch.Tensor, mesh: ContextParallelMesh) -> torch.Tensor
     """The sum over the context-parallel group, on every rank of it; not differentiable."""
     total = tensor.detach().clone()
     if mesh.cp_size > 1:
-        dist.all_reduce(total, group=mesh.cp_group)
+        with Watched(mesh, "cp", "the sum over the ranks of a row"):
+            dist.all_reduce(total, group=mesh.cp_group)
     return total
 
 
@@ -189,5 +219,6 @@ def gather_ints_over_cp(values: list[int], mesh: ContextParallelMesh) -> list[li
         return [values]
     local = torch.tensor(values, dtype=torch.int64, device=mesh.device_type)
     gathered = [torch.empty_like(local) for _ in range(mesh.cp_size)]
-    dist.all_gather(gathered, local, group=mesh.cp_group)
+    with Watched(mesh, "cp", "the comparison of the ranks' batches"):
+        dist.all_gather(gathered, local, group=mesh.cp_group)
     return [t.tolist() for t in gathered]

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from hf_cp.config import ContextParallelConfig
+from hf_cp.parallel.faults import Place, Watched
 from hf_cp.parallel.traffic import Traffic
 
 AXES = ("dp", "ring", "ulysses")
@@ -39,6 +40,8 @@ class ContextParallelMesh:
             1 (but `dp_group` is then the world, if there is one).
         status_group (`torch.distributed.ProcessGroup`): gloo over the world, for small host-side exchanges.
         traffic (`Traffic`): bytes that this process has sent, per axis.
+        place (`Place`): what this process is working on, for messages.
+        timeout (`timedelta`, *optional*): time limit of a collective in the groups; `None` without groups.
 
     Raises:
         ValueError: the world does not divide by `cp_size`, or `ranks` has another shape or other ranks.
@@ -55,7 +58,8 @@ class ContextParallelMesh:
         self.config = config
         self.rank, self.world_size = _rank_and_world(config)
         self.ranks = self._place(ranks)
-        self.traffic = Traffic()
+        self.traffic, self.place = Traffic(), Place()
+        self.timeout: timedelta | None = None
         self.dp_size, self.ring_size, self.ulysses_size = self.ranks.shape
         self.cp_size = config.cp_size
         self.dp_rank, self.ring_rank, self.ulysses_rank = (int(i[0]) for i in np.nonzero(self.ranks == self.rank))
@@ -63,7 +67,29 @@ class ContextParallelMesh:
         self.device_type = device_type or _default_device_type()
         self.dp_group = self.ring_group = self.ulysses_group = self.cp_group = self.status_group = None
         if dist.is_available() and dist.is_initialized():
-            self._make_groups()
+            self.timeout = self._timeout()
+            with Watched(self, "world", "the making of the process groups", during="the set-up"):
+                self._make_groups()
+
+    @property
+    def name(self) -> str:
+        """This process, for messages: "rank 5 of 8 (dp 1, ring 0, ulysses 1)"."""
+        return (
+            f"rank {self.rank} of {self.world_size} (dp {self.dp_rank}, ring {self.ring_rank}, "
+            f"ulysses {self.ulysses_rank})"
+        )
+
+    def peers(self, axis: str) -> list[int]:
+        """Global ranks of this process's group along `axis` ("dp", "ring", "ulysses", "cp" or "world"), itself too."""
+        own = self.dp_rank, self.ring_rank, self.ulysses_rank
+        index = {
+            "dp": (slice(None), *own[1:]),
+            "ring": (own[0], slice(None), own[2]),
+            "ulysses": (*own[:2], slice(None)),
+            "cp": (own[0],),
+            "world": (),
+        }
+        return self.ranks[index[axis]].flatten().tolist()
 
     def _place(self, ranks: Sequence | None) -> np.ndarray:
         """Global ranks as int64 [dp, ring, ulysses]."""
@@ -82,7 +108,7 @@ class ContextParallelMesh:
 
         NCCL needs all ranks of a group in its first call; later a rank may have nothing to send.
         """
-        timeout = self._timeout()
+        timeout = self.timeout
         dp, ring, ulysses = self.ranks.shape
         if self.cp_size == 1:
             self.dp_group = dist.group.WORLD

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from hf_cp.parallel.faults import Watched
 from hf_cp.parallel.mesh import ContextParallelMesh
 
 
@@ -33,5 +34,6 @@ def sum_over_world(values: Sequence[float] | Sequence[int], *, mesh: ContextPara
         return list(values)
     exact = all(isinstance(value, int) for value in values)
     tensor = torch.tensor(values, dtype=torch.int64 if exact else torch.float64)
-    dist.all_reduce(tensor, group=mesh.status_group)
+    with Watched(mesh, "world", "a sum of counts or losses over all processes"):
+        dist.all_reduce(tensor, group=mesh.status_group)
     return tensor.tolist()

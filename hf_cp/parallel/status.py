@@ -14,6 +14,7 @@ from enum import IntEnum
 import torch
 import torch.distributed as dist
 
+from hf_cp.parallel.faults import Watched
 from hf_cp.parallel.mesh import ContextParallelMesh
 
 
@@ -74,10 +75,11 @@ def exchange_status(
 
     Raises:
         RuntimeError: some rank had an error, or ranks are at different steps, or their digests differ.
+        CommunicationError: a rank has ended or does not answer.
         Exception: `error` itself, if every rank had the same one.
     """
     status = Status.ERROR if error is not None else Status.EXHAUSTED if is_exhausted else Status.OK
-    reports = _gather(Report(status, step, digest, mesh.dp_rank, size), mesh)
+    reports = _gather(Report(status, step, digest, mesh.dp_rank, size), what, mesh)
     if any(report.status == Status.ERROR for report in reports):
         _raise_error(error, what, step, mesh)
     expected = reports[0]
@@ -94,13 +96,14 @@ def exchange_status(
     return max(report.size for report in reports)
 
 
-def _gather(report: Report, mesh: ContextParallelMesh) -> list[Report]:
+def _gather(report: Report, what: str, mesh: ContextParallelMesh) -> list[Report]:
     """Every rank's report, in rank order."""
     if mesh.status_group is None:
         return [report]
     own = torch.tensor([report.status, report.step, report.digest, report.dp_rank, report.size], dtype=torch.int64)
     gathered = [torch.empty_like(own) for _ in range(mesh.world_size)]
-    dist.all_gather(gathered, own, group=mesh.status_group)
+    with Watched(mesh, "world", "the exchange of reports", during=f"agreeing on the {what}{_at(report.step)}"):
+        dist.all_gather(gathered, own, group=mesh.status_group)
     return [Report(Status(status), *rest) for status, *rest in (tensor.tolist() for tensor in gathered)]
 
 
@@ -109,7 +112,8 @@ def _raise_error(error: Exception | None, what: str, step: int, mesh: ContextPar
     messages = [message]
     if mesh.status_group is not None:
         messages = [None] * mesh.world_size
-        dist.all_gather_object(messages, message, group=mesh.status_group)
+        with Watched(mesh, "world", "the exchange of error messages", during=f"agreeing on the {what}{_at(step)}"):
+            dist.all_gather_object(messages, message, group=mesh.status_group)
     if error is not None and len(set(messages)) == 1:
         raise error  # a mistake that every rank made: it keeps its type and traceback
     failed = [(rank, text) for rank, text in enumerate(messages) if text is not None]

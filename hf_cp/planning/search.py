@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
 from typing import Any
 
 import numpy as np
@@ -19,11 +18,16 @@ from hf_cp.planning.devices import GIB, Device, find_device
 from hf_cp.planning.memory import Memory, Training, run_memory
 from hf_cp.planning.model_shape import ModelShape
 from hf_cp.planning.step_time import Cluster, RowCost, StepTime
+from hf_cp.sequence.costs import AttentionShape
+from hf_cp.sequence.layout import SequenceLayout
+from hf_cp.sequence.memory import attention_memory
 from hf_cp.sequence.packing import pack_documents
+from hf_cp.sequence.plan import AttentionPlan
 
 TIE = 0.05  # relative difference of estimates that is no difference
 SAMPLED_ROWS = 5  # packed rows that are priced, from the lightest to the heaviest
 TOKENS_STEP = 1024  # of the longest row that fits
+LONG_ENOUGH = 2**14  # local tokens from where on no part of the memory depends on chunk sizes
 RING_COMMS = ("p2p", "exchange", "allgather")
 
 
@@ -176,7 +180,8 @@ def _price(
     costs = [RowCost(row, config, model, training, cluster) for row in rows]
     steps = [cost.step() for cost in costs]
     step = StepTime(*(float(np.mean([getattr(s, name) for s in steps])) for name in StepTime.__dataclass_fields__))
-    memory = _memory(config, max(cost.layout.local_length for cost in costs), model, training, cluster)
+    fullest = max(costs, key=lambda cost: cost.layout.local_length)
+    memory = _memory(fullest.layout.local_length, fullest.doc_lengths, config, model, training, cluster)
     dp_size = cluster.num_gpus // config.cp_size
     tokens = float(np.mean([sum(row) for row in rows]))
     return Candidate(
@@ -191,14 +196,19 @@ def _price(
 
 
 def _memory(
-    config: ContextParallelConfig, local_tokens: int, model: ModelShape, training: Training, cluster: Cluster
+    local_tokens: int,
+    doc_lengths: tuple[int, ...],
+    config: ContextParallelConfig,
+    model: ModelShape,
+    training: Training,
+    cluster: Cluster,
 ) -> Memory:
     return run_memory(
         model,
         training,
         world_size=cluster.num_gpus,
         local_tokens=local_tokens,
-        attention_transients=_transients(config, local_tokens, model, training),
+        attention_transients=_transients(doc_lengths, config, model, training.itemsize),
         ulysses_degree=config.ulysses_degree,
     )
 
@@ -213,20 +223,14 @@ def _ranked(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
 
 
 def _longest_row(config: ContextParallelConfig, model: ModelShape, training: Training, cluster: Cluster) -> int:
-    """Tokens of the longest row that fits, by bisection in steps of 1,024 tokens."""
-    room = cluster.device.memory_gib * GIB
+    """Tokens of the longest document that fits, in steps of 1,024: everything but the states grows with its tokens.
 
-    def fits(steps: int) -> bool:
-        local = ceil(steps * TOKENS_STEP / config.cp_size)
-        return _memory(config, local, model, training, cluster).total <= room
-
-    low, high = 0, 1
-    while fits(high) and high < 2**20:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low * TOKENS_STEP
+    (A short row's logits are less than a chunk's; that does not matter here.)
+    """
+    local = max(LONG_ENOUGH, training.mlp_chunk_tokens or 0, training.loss_chunk_tokens)
+    one, two = (_memory(n, (n * config.cp_size,), config, model, training, cluster).total for n in (local, 2 * local))
+    room = cluster.device.memory_gib * GIB - (2 * one - two)  # what is left at no tokens
+    return max(0, int(room / (two - one) * local) * config.cp_size // TOKENS_STEP * TOKENS_STEP)
 
 
 def _check_sizes(**sizes: int) -> None:
@@ -243,10 +247,9 @@ def _divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
-def _transients(config: ContextParallelConfig, local_tokens: int, model: ModelShape, training: Training) -> float:
-    """Buffers of the backward pass of one attention call, if every document is on every rank."""
-    b, fp32, shard = training.itemsize, 4, local_tokens * config.ulysses_degree
-    q = shard * model.num_heads / config.ulysses_degree * model.head_dim
-    kv = 2 * shard * max(model.num_kv_heads / config.ulysses_degree, 1) * model.head_dim
-    held = config.ring_degree if config.ring_comm != "p2p" else 2
-    return q * (fp32 + 2 * b) + kv * (fp32 + b) * (1 + (held if config.ring_degree > 1 else 0))
+def _transients(doc_lengths: tuple[int, ...], config: ContextParallelConfig, model: ModelShape, itemsize: int) -> int:
+    """Bytes that an attention call needs for a moment, on the first rank, in the pass that needs more."""
+    plan = AttentionPlan(SequenceLayout(doc_lengths, config))
+    shape = AttentionShape(model.num_heads, model.num_kv_heads, model.head_dim, itemsize)
+    memory = attention_memory(shape, plan, 0, config.ring_comm, head_chunks=config.head_chunks, bands=True)
+    return max(memory.forward.transient, memory.backward.transient)

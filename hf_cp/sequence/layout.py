@@ -61,10 +61,13 @@ class SequenceLayout:
         max_seqlen (`int`): the longest document.
         row_digest (`int`, *optional*): set by the collator, a hash of the row's content; signed, 64 bits.
         batch_cp_rank (`int`, *optional*): set by the collator, the rank whose part the batch is.
+        max_position (`int`, *optional*): set by the collator, the largest position id of the row, also where the
+            documents bring positions of their own.
         is_agreed (`bool`): set by the packed loader once all ranks of the group are known to hold the same row.
         lockstep_length (`int`): slots of the rank that has most of them; set by the packed loader where data-parallel
             replicas have rows of other lengths, else `local_length`. What is done in chunks takes its number of chunks
             from this, so that all ranks make the same module calls (ZeRO-3 gathers parameters in step).
+        micro_step (`int`, *optional*): set by the packed loader, number of the row's micro-step in the epoch.
         digest (`str`): the same on two ranks exactly if their layouts are the same.
 
     Raises:
@@ -82,7 +85,9 @@ class SequenceLayout:
                 )
         self.row_digest: int | None = None
         self.batch_cp_rank: int | None = None
+        self.max_position: int | None = None
         self.is_agreed = False
+        self.micro_step: int | None = None
         self.layout = config.resolved_layout
         self.ring_degree = config.ring_degree
         self.ulysses_degree = config.ulysses_degree

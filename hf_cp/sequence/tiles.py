@@ -9,7 +9,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -171,6 +172,31 @@ def cut_for_causal_kernel(tile: Tile) -> Iterator[Tile]:
             bounds = (low + begin - k_begin, high + begin - k_begin)
             for part in trim(*map(np.atleast_1d, (q_slot, rows, k_slot, k_end - k_begin, *bounds))).to_tiles():
                 yield from _cut_one_edge(part)
+
+
+def join_for_varlen_kernel(tiles: Iterable[Tile]) -> list[list[Tile]]:
+    """Groups of tiles that one call can compute: they have the same band, and their rows differ and keep the order."""
+    groups: list[list[Tile]] = []
+    for tile in tiles:
+        group = next((group for group in groups if _can_follow(group[-1], tile)), None)
+        if group is None:
+            groups.append([tile])
+        else:
+            group.append(tile)
+    return groups
+
+
+def _can_follow(previous: Tile, tile: Tile) -> bool:
+    return (
+        (previous.left, previous.right) == (tile.left, tile.right)
+        and previous.q_start + previous.q_len <= tile.q_start
+        and previous.k_start + previous.k_len <= tile.k_start
+    )
+
+
+def are_side_by_side(slots: Sequence[slice]) -> bool:
+    """Whether each of these ranges begins where the one before ends."""
+    return all(a.stop == b.start for a, b in pairwise(slots))
 
 
 def _cut_one_edge(tile: Tile) -> Iterator[Tile]:

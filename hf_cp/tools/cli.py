@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from types import ModuleType
 
 import hf_cp
-from hf_cp.tools import env
+from hf_cp.tools import env, plan, universal, verify_command
 
-COMMANDS: dict[str, ModuleType] = {"env": env}
+COMMANDS: dict[str, ModuleType] = {"env": env, "plan": plan, "universal": universal, "verify": verify_command}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

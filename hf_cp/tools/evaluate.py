@@ -145,10 +145,10 @@ def document_losses(
 
 def _check_loader(loader: ContextParallelDataLoader) -> None:
     """The loader must give every row of its manifest, in order: that is how a document is recognised."""
-    sampler, position = loader.batch_sampler, loader.state_dict()["next_step"]
-    if sampler.shuffle:
+    order, position = loader.order, loader.state_dict()["next_step"]
+    if order.shuffle:
         raise ValueError("The loader shuffles rows (shuffle=True), so its documents are unknown. Use shuffle=False.")
-    if sampler.drop_last:
+    if order.drop_last:
         raise ValueError(
             f"The loader may drop some of its {len(loader.manifest.rows)} rows (drop_last=True), and with them "
             "documents.\n  Use drop_last=False."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -70,9 +71,9 @@ def run(args: argparse.Namespace) -> int:
     if args.json != "-":
         verdict.print()
     if args.write is not None and plan.recommended is not None:
-        from hf_cp.tools.recipe_writer import write_recipe
+        from hf_cp.tools.recipe_writer import recipe_of, write_recipe
 
-        write_recipe(args.write, plan, args.model)
+        write_recipe(args.write, plan, recipe_of(plan, args.model, args.write, command_line(args)))
         print(f"Recipe: {args.write}. Read its README.md, set model and documents in train.yaml.")
     return verdict.status
 
@@ -103,6 +104,19 @@ def make_plan(args: argparse.Namespace) -> Plan:
         cp_size=args.cp,
         measured=args.measured,
     )
+
+
+def command_line(args: argparse.Namespace) -> str:
+    """The command that gives this plan, without what only says where to write it."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    words = ["hf-cp", "plan", args.model]
+    for action in parser._actions:
+        value = getattr(args, action.dest, None)
+        if not action.option_strings or action.dest in ("json", "write", "top") or value in (None, action.default):
+            continue
+        words += [action.option_strings[0]] if value is True else [action.option_strings[0], str(value)]
+    return shlex.join(words)
 
 
 def known_models() -> list[str]:

@@ -35,14 +35,16 @@ from typing import Any
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.logging import get_logger
-from accelerate.utils import DeepSpeedPlugin, DistributedType
+from accelerate.utils import DeepSpeedPlugin, DistributedType, InitProcessGroupKwargs
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_cp.config import IGNORE_INDEX, ContextParallelConfig
 from hf_cp.data.collator import DataCollatorForContextParallel
 from hf_cp.data.loader import ContextParallelDataLoader
+from hf_cp.data.streaming import BUFFER_DOCUMENTS, StreamDataLoader, is_stream
 from hf_cp.parallel.mesh import ContextParallelMesh
 from hf_cp.parallel.reduce import sum_over_world
+from hf_cp.training.checkpoint import CheckpointRecord, check_states, harmless_differences
 from hf_cp.training.checks import check_launch, check_parallelism_config, is_fsdp_launched
 from hf_cp.training.precision import check_gradient_precision, reduce_fsdp_in_fp32
 from hf_cp.training.zero import check_batch_sizes, check_precision, complete_zero_config, make_zero_config
@@ -108,8 +110,9 @@ class ContextParallelPlugin:
         )
         if not torch.accelerator.is_available():
             # Without a GPU accelerate joins the launched processes only with cpu=True, which switches DeepSpeed off.
-            # So the processes are joined first; the Accelerator then finds them.
-            PartialState(cpu=True)
+            # So the processes are joined first, with the user's time limit; the Accelerator then finds them.
+            handlers = [h for h in kwargs.get("kwargs_handlers") or () if isinstance(h, InitProcessGroupKwargs)]
+            PartialState(cpu=True, **(handlers[0].to_kwargs() if handlers else {}))
         accelerator = Accelerator(**{"step_scheduler_with_optimizer": False, **kwargs})
         check_parallelism_config(accelerator.parallelism_config)
         check_launch(
@@ -127,6 +130,8 @@ class ContextParallelPlugin:
                 logger.info(f"FSDP mixed precision policy changed: {', '.join(changed)}.")
         self._accelerator = accelerator
         self._mesh = ContextParallelMesh(self.config, device_type=accelerator.device.type)
+        accelerator.register_save_state_pre_hook(self._save_record)
+        accelerator.register_load_state_pre_hook(self._check_record)
         return accelerator
 
     def data_loader(
@@ -138,6 +143,7 @@ class ContextParallelPlugin:
         seed: int = 0,
         drop_last: bool = False,
         num_workers: int = 0,
+        group_by_cost: bool = False,
         **collator_kwargs: Any,
     ) -> ContextParallelDataLoader:
         """Packs documents into rows and deals them to this rank.
@@ -148,10 +154,14 @@ class ContextParallelPlugin:
         Args:
             documents (sequence): features as [`DataCollatorForContextParallel`] reads them, the same on every rank.
             max_tokens (`int`): the longest row.
-            shuffle, seed, drop_last, num_workers: see [`ContextParallelDataLoader`].
+            shuffle, seed, drop_last, num_workers, group_by_cost: see [`ContextParallelDataLoader`].
             collator_kwargs: `overflow`, `tokenizer`, ... of [`DataCollatorForContextParallel`].
         """
         collator = DataCollatorForContextParallel(self.config, max_tokens=max_tokens, **collator_kwargs)
+        if is_stream(documents):
+            raise ValueError(
+                f"{type(documents).__name__} is a stream. Use plugin.stream_loader(...), which goes on for ever."
+            )
         loader = ContextParallelDataLoader(
             documents,
             collator=collator,
@@ -160,8 +170,36 @@ class ContextParallelPlugin:
             seed=seed,
             drop_last=drop_last,
             num_workers=num_workers,
+            rows_per_step=self.rows_per_step,
+            group_by_cost=group_by_cost,
         )
         return self._ready().prepare_data_loader(loader)  # registers it and returns it as it is
+
+    def stream_loader(
+        self,
+        stream: Iterable[Any],
+        *,
+        max_tokens: int,
+        shuffle: bool = False,
+        seed: int = 0,
+        buffer_documents: int = BUFFER_DOCUMENTS,
+        **collator_kwargs: Any,
+    ) -> StreamDataLoader:
+        """Packs a stream into rows as it comes and deals them to this rank, for ever: the loop must end itself.
+
+        Registered with the accelerator like [`ContextParallelPlugin.data_loader`]; the arguments are those of
+        [`StreamDataLoader`].
+        """
+        loader = StreamDataLoader(
+            stream,
+            collator=DataCollatorForContextParallel(self.config, max_tokens=max_tokens, **collator_kwargs),
+            mesh=self.mesh,
+            shuffle=shuffle,
+            seed=seed,
+            rows_per_step=self.rows_per_step,
+            buffer_documents=buffer_documents,
+        )
+        return self._ready().prepare_data_loader(loader)
 
     def seed_dropout(self, seed: int) -> None:
         """Gives the ranks of a row different dropout masks; call it once before the loop, after the model is made.
@@ -215,7 +253,8 @@ class ContextParallelPlugin:
 
         Returns:
             `torch.Tensor` [], with a graph also where every label is masked. Averaged over all ranks and micro-steps
-            of the window (and divided by nothing else) it is the mean token loss.
+            of the window (and divided by nothing else) it is the mean token loss; plus, as in the Trainer, the
+            load-balancing losses of the window's rows, for a mixture of experts that is trained with them.
 
         Raises:
             ValueError: gradients would be added up in 16 bits over the ranks of a row.
@@ -227,10 +266,10 @@ class ContextParallelPlugin:
         # DDP decides in the forward whether this backward will communicate; only the last one of a window has to.
         is_quiet = isinstance(model, DistributedDataParallel) and not accelerator.sync_gradients
         with model.no_sync() if is_quiet else contextlib.nullcontext():
-            local_sum = model(**batch, num_items_in_batch=1).loss
+            share = model(**batch, num_items_in_batch=max(1, num_items)).loss  # local_sum / N
         # x W: the backend averages over all W processes. x GA: accelerate (DDP) and DeepSpeed's engine both divide
-        # every loss by the configured GA, in a short last window too. / N: mean over the targets of the window.
-        return local_sum * (accelerator.num_processes * accelerator.gradient_accumulation_steps / max(1, num_items))
+        # every loss by the configured GA, in a short last window too.
+        return share * (accelerator.num_processes * accelerator.gradient_accumulation_steps)
 
     def _walk(self, window: list[dict]) -> Iterator[dict]:
         accelerator = self._ready()
@@ -254,6 +293,24 @@ class ContextParallelPlugin:
             gradient_accumulation_steps=accelerator.gradient_accumulation_steps,
             world_size=accelerator.num_processes,
         )
+
+    # Checkpoints: what `save_state` adds to them, and what `load_state` checks
+
+    def _record(self) -> CheckpointRecord:
+        return CheckpointRecord.of(self._ready(), self.mesh, rows_per_step=self.rows_per_step)
+
+    def _save_record(self, models: list, weights: list, output_dir: str) -> None:
+        if self._ready().is_main_process:
+            self._record().save(output_dir)
+
+    def _check_record(self, models: list, input_dir: str) -> None:
+        saved, current = CheckpointRecord.load(input_dir), self._record()
+        if saved is None:
+            return  # written without this plugin; a packed loader's position is checked by the loader
+        check_states(saved, current, change=f"Resume with {saved.world_size} processes; cp_size may be another one.")
+        differences = harmless_differences(saved, current)
+        if differences:
+            logger.info(f"Going on from {input_dir} with another layout or other versions: {differences}.")
 
     def _ready(self) -> Accelerator:
         if self._accelerator is None:

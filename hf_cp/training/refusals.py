@@ -7,18 +7,22 @@ change the numbers with cp_size is refused with the reason, never ignored.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from torch.utils.data import IterableDataset
+from torch import nn
 from transformers import PreTrainedModel, TrainingArguments
 
 from hf_cp.config import ContextParallelConfig
 from hf_cp.data.collator import DataCollatorForContextParallel
+from hf_cp.data.documents import check_columns
+from hf_cp.data.streaming import is_stream
 from hf_cp.models.patch import context_parallel_state
 from hf_cp.training.checks import check_parallelism_config, is_fsdp_launched
 from hf_cp.training.precision import sixteen_bit_weights
+from hf_cp.training.sft import check_trainer_class, is_sft
 
-SAMPLING_STRATEGIES = ("random", "sequential")
+SAMPLING_STRATEGIES = ("random", "sequential", "group_by_length")
 
 
 class Refusal(NamedTuple):
@@ -30,10 +34,18 @@ class Refusal(NamedTuple):
     change: str
 
 
-def check_request(*, model: Any, args: TrainingArguments | None, data_collator: Any, others: dict[str, Any]) -> bool:
+def check_request(
+    *,
+    trainer_class: type,
+    model: Any,
+    args: TrainingArguments | None,
+    data_collator: Any,
+    others: dict[str, Any],
+) -> bool:
     """Raises unless model, collator and arguments fit each other.
 
     Args:
+        trainer_class (`type`): of the Trainer.
         model: of the Trainer.
         args (`TrainingArguments`, *optional*): of the Trainer.
         data_collator: of the Trainer.
@@ -46,8 +58,10 @@ def check_request(*, model: Any, args: TrainingArguments | None, data_collator: 
     Raises:
         ValueError: in three parts.
     """
-    state = None if model is None else context_parallel_state(model)
+    state = context_parallel_state(model) if isinstance(model, nn.Module) else None
     is_ours = isinstance(data_collator, DataCollatorForContextParallel)
+    if state is not None or is_ours:
+        check_trainer_class(trainer_class, cp_size=(data_collator if is_ours else state).config.cp_size)
     if state is not None and not is_ours:
         raise ValueError(
             f"The model is patched for {_show(state.config)}, but {type(data_collator).__name__} makes the batches "
@@ -66,24 +80,66 @@ def check_request(*, model: Any, args: TrainingArguments | None, data_collator: 
         check_parallelism_config(args.parallelism_config)
         is_packed = data_collator.max_tokens is not None
         checks = _row_refusals(args, packed=is_packed) + _loss_refusals(args) + _other_refusals(model, args, others)
-        checks.append(_gradient_refusal(model, args, data_collator.config))
-        refusals = [check for check in checks if check.applies]
-        if refusals:
-            lines = [f"{r.setting}: {r.reason}\n    {r.change}" for r in refusals]
-            raise ValueError("These settings do not work on packed or shared rows:\n  " + "\n  ".join(lines))
-        check_datasets(others.get("train_dataset"), others.get("eval_dataset"))
+        if is_sft(trainer_class):
+            checks += _sft_refusals(args)
+        if others.get("peft_config") is None:  # else SFTTrainer freezes the model's weights; checked after that
+            checks.append(_gradient_refusal(model, args, data_collator.config))
+        _raise_if_any(checks)
+        check_datasets(others.get("train_dataset"), args=args)
+        check_datasets(others.get("eval_dataset"))
     return own_rows
 
 
-def check_datasets(*datasets: Any) -> None:
-    """Refuses streams: rows are packed from all documents, and equally many on every rank."""
+def check_gradient_sums(model: Any, args: TrainingArguments, config: ContextParallelConfig) -> None:
+    """Raises ValueError if gradients of the ranks of a row would be added up in 16 bits."""
+    _raise_if_any([_gradient_refusal(model, args, config)])
+
+
+def _raise_if_any(checks: list[Refusal]) -> None:
+    refusals = [check for check in checks if check.applies]
+    if refusals:
+        lines = [f"{r.setting}: {r.reason}\n    {r.change}" for r in refusals]
+        raise ValueError("These settings do not work on packed or shared rows:\n  " + "\n  ".join(lines))
+
+
+def check_datasets(*datasets: Any, args: TrainingArguments | None = None) -> None:
+    """Refuses preference data, and streams where all documents must be known: for evaluation, or with these `args`."""
     for dataset in datasets:
         for member in dataset.values() if isinstance(dataset, dict) else [dataset]:
-            if isinstance(member, IterableDataset) or (member is not None and not hasattr(member, "__getitem__")):
-                raise ValueError(
-                    f"{type(member).__name__} is a stream: it has no length and cannot be packed into equally many "
-                    "rows per rank.\n  Pass a map-style dataset, e.g. list(dataset)."
-                )
+            check_columns(_first_columns(member), name=f"The {type(member).__name__}")
+            if is_stream(member) or (member is not None and not hasattr(member, "__getitem__")):
+                _check_stream(member, args)
+
+
+def _check_stream(stream: Any, args: TrainingArguments | None) -> None:
+    name = type(stream).__name__
+    if not is_stream(stream) or hasattr(stream, "__next__"):
+        raise ValueError(
+            f"{name} is a stream that can be read only once: a run could not be resumed, nor go on after its end.\n"
+            "  Pass an IterableDataset (each iteration begins anew), or a list of documents."
+        )
+    if args is None:
+        raise ValueError(
+            f"{name} is a stream: it has no length, so an evaluation over it would never end.\n"
+            "  Evaluate on a map-style dataset, e.g. list(dataset.take(1000))."
+        )
+    unfit = {
+        "dataloader_num_workers": (args.dataloader_num_workers, 0),
+        "train_sampling_strategy": (args.train_sampling_strategy, ("random", "sequential")),
+    }
+    for setting, (value, allowed) in unfit.items():
+        if value != allowed and (isinstance(allowed, int) or value not in allowed):
+            raise ValueError(
+                f"{setting}={value!r} does not work with {name}, a stream: it is read once, forwards, in the training "
+                f"process.\n  Set it to {allowed!r}, or pass a map-style dataset."
+            )
+
+
+def _first_columns(dataset: Any) -> Mapping[str, Any]:
+    """The first feature, where that costs nothing."""
+    is_held = isinstance(dataset, list | tuple) or hasattr(dataset, "column_names")
+    is_filled = is_held and hasattr(dataset, "__len__") and len(dataset)
+    return dataset[0] if is_filled and isinstance(dataset[0], Mapping) else {}
 
 
 def _check_same_config(state: Any, collator_config: ContextParallelConfig) -> None:
@@ -108,9 +164,6 @@ def _check_same_config(state: Any, collator_config: ContextParallelConfig) -> No
         )
 
 
-_NO_LOGITS = "a rank has only parts of documents and no logits."
-
-
 def _row_refusals(args: TrainingArguments, *, packed: bool) -> list[Refusal]:
     """Training arguments about rows that are refused, with whether they are set."""
     micro, loading = args.per_device_train_batch_size, args.accelerator_config
@@ -130,7 +183,7 @@ def _row_refusals(args: TrainingArguments, *, packed: bool) -> list[Refusal]:
         Refusal(
             args.train_sampling_strategy not in SAMPLING_STRATEGIES,
             f"train_sampling_strategy={args.train_sampling_strategy!r}",
-            "the packed loader orders rows itself (documents of similar length share rows already).",
+            "the packed loader orders rows itself.",
             f"Choose one of {', '.join(SAMPLING_STRATEGIES)}.",
         ),
         Refusal(
@@ -156,12 +209,6 @@ def _loss_refusals(args: TrainingArguments) -> list[Refusal]:
             "average_tokens_across_devices=False",
             "the ranks of a row hold unequal parts of its targets, so the mean must be taken over all ranks.",
             "Leave it at True.",
-        ),
-        Refusal(
-            args.label_smoothing_factor > 0,
-            f"label_smoothing_factor={args.label_smoothing_factor}",
-            _NO_LOGITS,
-            "Set it to 0.",
         ),
         Refusal(
             args.neftune_noise_alpha is not None,
@@ -199,18 +246,41 @@ def _other_refusals(model: Any, args: TrainingArguments, others: dict[str, Any])
             "DDP fails in the backward of reentrant checkpointing when it looks for unused parameters.",
             "Set use_reentrant=False (activation_checkpointing_kwargs) or ddp_find_unused_parameters=False.",
         ),
-        Refusal(given("compute_loss_func") is not None, "compute_loss_func", _NO_LOGITS, "Use the model's own loss."),
         Refusal(
-            given("compute_metrics") is not None or given("preprocess_logits_for_metrics") is not None,
-            "compute_metrics, preprocess_logits_for_metrics",
-            _NO_LOGITS,
-            "Use the evaluation loss, or evaluate the saved model in one process.",
+            given("compute_loss_func") is not None,
+            "compute_loss_func",
+            "it is given labels that are not shifted, and the next label of a shard's token may be on another rank.",
+            "Use the model's own loss; label_smoothing_factor is supported.",
+        ),
+        Refusal(
+            args.batch_eval_metrics,
+            "batch_eval_metrics=True",
+            "a batch of evaluation is a part of a packed row.",
+            "Set it to False, and keep little of each token with preprocess_logits_for_metrics.",
+        ),
+        Refusal(
+            not args.eval_do_concat_batches,
+            "eval_do_concat_batches=False",
+            "predictions come in the order of the data set, not in that of batches.",
+            "Leave it at True.",
         ),
         Refusal(
             given("model_init") is not None,
             "model_init",
             "every call would make a model that is not patched.",
             "Pass model=apply_context_parallel(model, config).",
+        ),
+    ]
+
+
+def _sft_refusals(args: TrainingArguments) -> list[Refusal]:
+    """What SFTTrainer computes from whole logits or labels that are not shifted."""
+    return [
+        Refusal(
+            args.label_smoothing_factor > 0,
+            f"label_smoothing_factor={args.label_smoothing_factor} in SFTTrainer",
+            "it smooths logits of whole rows, and a rank has only parts.",
+            "Set it to 0, or use ContextParallelTrainer, which smooths exactly.",
         ),
     ]
 

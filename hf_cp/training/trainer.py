@@ -7,7 +7,7 @@ averages over W:
 
     1/W  x  sum over ranks of  grad(local_sum x W / N)   =   grad(sum of all token losses) / N
 
-So only public methods are overridden: loaders, evaluation, counts of rows, and reports. Without context parallelism
+So little is overridden: loaders, evaluation, counts of rows and tokens, and reports. Without context parallelism
 and without packing nothing is overridden: it is the stock Trainer, bit for bit.
 """
 
@@ -21,23 +21,28 @@ from accelerate.logging import get_logger
 from torch import nn
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
-from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, TrainOutput
+from transformers.trainer_utils import TrainOutput
 
-from hf_cp.config import IGNORE_INDEX, ContextParallelConfig
+from hf_cp.config import ContextParallelConfig
 from hf_cp.data.collator import DataCollatorForContextParallel
 from hf_cp.data.loader import ContextParallelDataLoader
+from hf_cp.data.streaming import BUFFER_DOCUMENTS, StreamDataLoader
 from hf_cp.models.patch import context_parallel_state
 from hf_cp.parallel.mesh import ContextParallelMesh
 from hf_cp.parallel.reduce import sum_over_world
 from hf_cp.training.checks import check_launch, check_parallelism_config, is_fsdp_launched
+from hf_cp.training.evaluation import EvaluationMixin
 from hf_cp.training.precision import reduce_fsdp_in_fp32
-from hf_cp.training.refusals import check_datasets, check_request
+from hf_cp.training.refusals import check_datasets, check_gradient_sums, check_request
+from hf_cp.training.resume import CheckpointsMixin
+from hf_cp.training.rows import make_train_loader
+from hf_cp.training.sft import complete_sft, exact_token_count, is_sft, joins_rows_itself
 from hf_cp.training.zero import check_batch_sizes, check_precision, complete_zero_config
 
 logger = get_logger(__name__)
 
 
-class ContextParallelTrainerMixin:
+class ContextParallelTrainerMixin(EvaluationMixin, CheckpointsMixin):
     """Put before a [`transformers.Trainer`] class: `class MyTrainer(ContextParallelTrainerMixin, SomeTrainer)`.
 
     With a [`DataCollatorForContextParallel`] that has `max_tokens`, the documents of a dataset are packed into rows of
@@ -50,12 +55,20 @@ class ContextParallelTrainerMixin:
         model (`PreTrainedModel` or `PeftModel`): patched by [`apply_context_parallel`] if `cp_size` > 1.
         args (`TrainingArguments`): as for the stock Trainer.
         data_collator (`DataCollatorForContextParallel`): with the same config as the model.
-        kwargs: the other arguments of the Trainer, by keyword.
+        kwargs: the other arguments of the Trainer, by keyword. `preprocess_logits_for_metrics` is called with parts of
+            rows and must treat each token by itself (see [`Predictions`]).
+
+    Attributes:
+        max_prediction_bytes (`int`): the most memory that the predictions of an evaluation may take in each process
+            (all of them hold the result); 4 GiB.
+        stream_buffer_documents (`int`): documents of a streamed `train_dataset` that are packed at a time; 1000.
 
     Raises:
         ValueError: collator, model and arguments do not fit each other; before anything is communicated or written.
         RuntimeError: other processes run than were launched, or DeepSpeed or FSDP is silently off.
     """
+
+    stream_buffer_documents: int = BUFFER_DOCUMENTS
 
     def __init__(
         self,
@@ -64,17 +77,33 @@ class ContextParallelTrainerMixin:
         data_collator: Callable | None = None,
         **kwargs: Any,
     ):
-        self._own_rows = check_request(model=model, args=args, data_collator=data_collator, others=kwargs)
-        state = None if model is None else context_parallel_state(model)
+        self._begin_rows(model=model, args=args, data_collator=data_collator, others=kwargs)
+        is_ours = isinstance(data_collator, DataCollatorForContextParallel)
+        is_late = is_ours and joins_rows_itself(type(self), args)
+        super().__init__(model=model, args=args, data_collator=None if is_late else data_collator, **kwargs)
+        if is_ours:
+            self._use_collator(data_collator)
+
+    def _begin_rows(self, *, model: Any, args: TrainingArguments | None, data_collator: Any, others: dict) -> None:
+        """Checks what the Trainer is given, and notes how rows are split."""
+        self._own_rows = check_request(
+            trainer_class=type(self), model=model, args=args, data_collator=data_collator, others=others
+        )
+        state = context_parallel_state(model) if isinstance(model, nn.Module) else None
         self._cp_config = data_collator.config if self._own_rows else ContextParallelConfig()
         self._cp_mesh = None if state is None else state.mesh
-        self._eval_sums = torch.zeros(2, dtype=torch.float64)
-        self._eval_steps = 0
         self._eval_loaders: list[tuple[Any, ContextParallelDataLoader]] = []  # data set, its loader
-        super().__init__(model=model, args=args, data_collator=data_collator, **kwargs)
-        if isinstance(data_collator, DataCollatorForContextParallel):
-            # our collator reads columns that no forward() takes: messages, prompt, seq_lengths, ...
-            self.args.remove_unused_columns = False
+
+    def _use_collator(self, data_collator: DataCollatorForContextParallel) -> None:
+        """Run when the Trainer has been built, with whatever it has put around the model."""
+        self.data_collator = data_collator
+        # it reads columns that no forward() takes: messages, prompt, seq_lengths, ...
+        self.args.remove_unused_columns = False
+        if self._own_rows and is_sft(type(self)):
+            complete_sft(self, max_tokens=data_collator.max_tokens)
+            check_gradient_sums(self.model, self.args, self._cp_config)
+        if context_parallel_state(self.model) is not None:
+            self.label_smoother = None  # it shifts labels by one slot of a shard; the patched model smooths itself
         if self._own_rows:
             logger.info(f"{self.cp_mesh}: {self.get_total_train_batch_size(self.args)} rows per optimizer step.")
 
@@ -88,8 +117,10 @@ class ContextParallelTrainerMixin:
     def create_accelerator_and_postprocess(self) -> None:
         """As stock, then checks that accelerate runs what was asked for."""
         super().create_accelerator_and_postprocess()
-        if not self._own_rows:
-            return
+        if self._own_rows:
+            self._check_accelerator()
+
+    def _check_accelerator(self) -> None:
         check_parallelism_config(self.accelerator.parallelism_config)
         check_launch(
             self.accelerator,
@@ -120,18 +151,21 @@ class ContextParallelTrainerMixin:
 
     # Rows
 
-    def get_train_dataloader(self) -> ContextParallelDataLoader:
+    def get_train_dataloader(self) -> ContextParallelDataLoader | StreamDataLoader:
         """Rows for this rank: the ranks of a context-parallel group share a row, dp ranks have different ones."""
         if not self._own_rows:
             return super().get_train_dataloader()
         if self.train_dataset is None:
             raise ValueError("There is no train_dataset. Pass train_dataset=... to train.")
-        return self._make_loader(
+        loader = make_train_loader(
             self.train_dataset,
-            features_per_row=self.args.train_batch_size,
-            shuffle=self.args.train_sampling_strategy == "random",
-            drop_last=self.args.dataloader_drop_last,
+            args=self.args,
+            collator=self.data_collator,
+            mesh=self.cp_mesh,
+            buffer_documents=self.stream_buffer_documents,
         )
+        self._note_train_loader(loader)
+        return loader
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset | None = None) -> ContextParallelDataLoader:
         """Rows in natural order, every document once; where dp ranks run out, they get rows without targets."""
@@ -155,9 +189,13 @@ class ContextParallelTrainerMixin:
             self._eval_loaders.append((eval_dataset, loader))
         return loader
 
-    def _make_loader(
-        self, dataset: Dataset, *, features_per_row: int, shuffle: bool = False, drop_last: bool = False
-    ) -> ContextParallelDataLoader:
+    def get_test_dataloader(self, test_dataset: Dataset) -> ContextParallelDataLoader:
+        """Rows in natural order, every document once, as for evaluation."""
+        if not self._own_rows:
+            return super().get_test_dataloader(test_dataset)
+        return self._make_loader(test_dataset, features_per_row=self.args.eval_batch_size)
+
+    def _make_loader(self, dataset: Dataset, *, features_per_row: int) -> ContextParallelDataLoader:
         check_datasets(dataset)
         args, is_packed = self.args, self.data_collator.max_tokens is not None
         return ContextParallelDataLoader(
@@ -165,9 +203,7 @@ class ContextParallelTrainerMixin:
             collator=self.data_collator,
             mesh=self.cp_mesh,
             batch_size=1 if is_packed else features_per_row,
-            shuffle=shuffle,
             seed=args.seed if args.data_seed is None else args.data_seed,
-            drop_last=drop_last,
             num_workers=args.dataloader_num_workers,
         )
 
@@ -186,12 +222,38 @@ class ContextParallelTrainerMixin:
         manifest = dataloader.manifest
         return len(set(manifest.sources)) if manifest.max_tokens is None else len(manifest.rows)
 
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        """As stock; "non_padding" is known exactly here: every token of a document, once."""
+        if not self._own_rows or self.args.include_num_input_tokens_seen != "non_padding":
+            return super()._track_num_input_tokens(inputs)
+        self.state.num_input_tokens_seen += self._count_tokens(inputs)
+
+    def _count_tokens(self, inputs: dict[str, Any]) -> int:
+        """Tokens of documents in this micro-step's rows of all ranks, each once."""
+        layout = inputs.get("hf_cp_layout")
+        if layout is None:  # a whole row; one of a single token has no target and stands in where rows ran out
+            num_tokens = inputs["input_ids"].numel() if inputs["input_ids"].numel() > 1 else 0
+        else:
+            collator = self.data_collator.for_rank(self.cp_mesh)
+            stands_in = layout.row_digest == collator.collate(collator.masked_row())[1]
+            num_tokens = 0 if stands_in or self.cp_mesh.cp_rank else layout.num_tokens
+        return sum_over_world([num_tokens], mesh=self.cp_mesh)[0]
+
     # Training
 
-    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """As stock. The returned `training_loss` is the mean over all ranks, as the logged losses are."""
-        if not self._own_rows:
-            return super().train(*args, **kwargs)
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
+        """As stock. The returned `training_loss` is the mean over all ranks, as the logged losses are.
+
+        A checkpoint may come from a run with another cp_size and another number of processes, if a step has as many
+        rows (see hf_cp/training/checkpoint.py for what is refused).
+        """
+        if self._own_rows:
+            self._prepare_to_train()
+        with self._resuming(resume_from_checkpoint) as checkpoint:
+            output = super().train(checkpoint, *args, **kwargs)
+        return output._replace(training_loss=output.metrics["train_loss"]) if self._own_rows else output
+
+    def _prepare_to_train(self) -> None:
         if self.model_wrapped is self.model and self.cp_mesh.world_size > 1 and not self.is_fsdp_enabled:
             # An earlier evaluate() has marked the model as prepared: accelerate would then never wrap it in DDP, and
             # every rank would follow its own part of the gradient.
@@ -199,8 +261,35 @@ class ContextParallelTrainerMixin:
         if self.cp_mesh.cp_size > 1:
             # The ranks of a row must not drop the same units of different tokens. Adapters are initialised by now.
             torch.manual_seed(self.args.seed + self.cp_mesh.cp_rank)
-        output = super().train(*args, **kwargs)
-        return output._replace(training_loss=output.metrics["train_loss"])
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As stock. An error, of whatever library, gets a note with the rank and the step."""
+        try:
+            return super().training_step(*args, **kwargs)
+        except Exception as error:
+            if self._own_rows:
+                step = self.state.global_step + 1
+                error.add_note(f"hf_cp: {self.cp_mesh.name}, optimizer step {step}; {self.cp_mesh.place}.")
+            raise
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list, torch.Tensor | int | None]:
+        """As stock; an accumulation window without any target has a loss of 0, not of 0 / 0."""
+        batches, num_items = super().get_batch_samples(*args, **kwargs)
+        if self._own_rows and num_items is not None:
+            num_items = num_items.clamp(min=1)
+        return batches, num_items
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As stock; with `label_smoothing_factor`, over the targets inside documents."""
+        if self._own_rows and self.args.label_smoothing_factor:
+            if self.label_smoother is None:
+                inputs = {**inputs, "hf_cp_label_smoothing": self.args.label_smoothing_factor}
+            else:  # a whole row: the smoother moves labels by one, so these become our targets
+                inputs = {**inputs, "labels": inputs["shift_labels"].roll(1, dims=-1)}
+        if not self._own_rows or not is_sft(type(self)) or not self.model.training:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        with exact_token_count(self, self._count_tokens(inputs)):
+            return super().compute_loss(model, inputs, *args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As stock, with two numbers set right that the stock loop computes from this rank or from W alone."""
@@ -209,67 +298,8 @@ class ContextParallelTrainerMixin:
                 # What was not logged yet is this rank's part of the mean, times W: the mean over ranks is exact.
                 (total,) = sum_over_world([logs["train_loss"]], mesh=self.cp_mesh)
                 logs["train_loss"] = total / self.cp_mesh.world_size
-            for key in [key for key in logs if key.endswith("_steps_per_second") and key != "train_steps_per_second"]:
-                runtime = logs.get(key.removesuffix("_steps_per_second") + "_runtime")
-                if runtime is not None:  # else it is a user's own number
-                    logs[key] = round(self._eval_steps / runtime, 3)
+            self._set_step_rates(logs)
         super().log(logs, start_time)
-
-    # Evaluation: the mean over tokens, from sums
-
-    def evaluation_loop(
-        self, dataloader: Any, description: str, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
-    ) -> EvalLoopOutput:
-        """The mean loss over all targets, every document once; equal on all ranks and for every cp_size."""
-        if not self._own_rows:
-            return super().evaluation_loop(
-                dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs
-            )
-        self._check_can_evaluate()
-        self._eval_sums, self._eval_steps = torch.zeros(2, dtype=torch.float64), len(dataloader)
-        output = super().evaluation_loop(dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs)
-        loss_sum, num_targets = sum_over_world(self._eval_sums.tolist(), mesh=self.cp_mesh)
-        if num_targets == 0:
-            raise ValueError(
-                f"The evaluation set of {self.num_examples(dataloader)} rows has no targets: all labels are "
-                f"{IGNORE_INDEX}.\n  Evaluate on documents with labels."
-            )
-        output.metrics[f"{metric_key_prefix}_loss"] = loss_sum / num_targets
-        return output._replace(num_samples=self.num_examples(dataloader))
-
-    def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
-    ) -> tuple[torch.Tensor, None, None]:
-        """Adds this rank's sum of token losses and its targets to those of the evaluation."""
-        if not self._own_rows:
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        inputs = {name: self._prepare_input(value) for name, value in inputs.items()}
-        with torch.no_grad(), self.compute_loss_context_manager():
-            loss_sum = model(**inputs, num_items_in_batch=1).loss.detach()
-        num_targets = (inputs["shift_labels"] != IGNORE_INDEX).sum()
-        self._eval_sums += torch.stack([loss_sum.double(), num_targets.double()]).cpu()
-        return loss_sum, None, None
-
-    def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
-        """Stock; refused on shared or packed rows, which have no logits in the order of the data set."""
-        if self._own_rows:
-            raise ValueError(
-                f"predict() is not supported with {self._cp_config}: no rank has the logits of whole rows.\n"
-                "  Use evaluate() for the loss, or save the model and predict with the stock Trainer."
-            )
-        return super().predict(*args, **kwargs)
-
-    def _check_can_evaluate(self) -> None:
-        if self.is_deepspeed_enabled and self.deepspeed is None:
-            stage = self.accelerator.state.deepspeed_plugin.zero_stage
-            raise RuntimeError(
-                f"evaluate() before train() is not supported with DeepSpeed (ZeRO stage {stage}): its engine is made "
-                "when training begins.\n  Set eval_on_start=True to evaluate before the first step."
-            )
 
 
 class ContextParallelTrainer(ContextParallelTrainerMixin, Trainer):

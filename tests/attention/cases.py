@@ -14,6 +14,9 @@ from hf_cp.parallel.mesh import ContextParallelMesh
 from hf_cp.sequence.layout import SequenceLayout
 from tests.attention.reference import Attention, random_row, reference_attention, relative_error
 
+LAYOUTS = ("document", "zigzag", "contiguous", "striped")
+RING_COMMS = ("p2p", "allgather", "exchange")
+
 
 class Case(NamedTuple):
     """One row and how it is split."""
@@ -47,6 +50,21 @@ class Case(NamedTuple):
         )
 
 
+class Meshes:
+    """Meshes made once per pair of degrees, since the groups are what takes time; each with its case's config."""
+
+    def __init__(self):
+        self._by_degrees: dict[tuple[int, int], ContextParallelMesh] = {}
+
+    def of(self, case: Case) -> ContextParallelMesh:
+        degrees = (case.ring_degree, case.ulysses_degree)
+        if degrees not in self._by_degrees:
+            self._by_degrees[degrees] = ContextParallelMesh(case.config)
+        mesh = self._by_degrees[degrees]
+        mesh.config = case.config
+        return mesh
+
+
 def gather_shards(local: torch.Tensor, mesh: ContextParallelMesh) -> list[torch.Tensor]:
     """Every rank's local tensor, in cp_rank order."""
     if mesh.cp_group is None:
@@ -74,14 +92,9 @@ def errors(
     cases: Sequence[Case], dtype: torch.dtype = torch.float64, measure: Callable = relative_error
 ) -> list[dict[str, float]]:
     """Per case the relative error of the output and each gradient against one process in fp64."""
-    meshes: dict[tuple[int, int], ContextParallelMesh] = {}
-    results = []
+    meshes, results = Meshes(), []
     for case in cases:
-        degrees = (case.ring_degree, case.ulysses_degree)
-        if degrees not in meshes:
-            meshes[degrees] = ContextParallelMesh(case.config)
-        mesh = meshes[degrees]
-        mesh.config = case.config  # the same groups, another layout or kernel
+        mesh = meshes.of(case)
         layout = SequenceLayout(case.doc_lengths, case.config)
         row = random_row(layout.num_tokens, case.num_heads, case.num_kv_heads, case.head_dim, dtype)
         expected = reference_attention(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from math import lcm
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,32 +15,31 @@ from hf_cp.attention.usp import context_parallel_attention
 from hf_cp.config import ContextParallelConfig
 from hf_cp.parallel.mesh import ContextParallelMesh
 from hf_cp.sequence.layout import SequenceLayout
-from tests.attention.cases import Case, errors, gather_shards, run_attention
+from tests.attention.cases import LAYOUTS, RING_COMMS, Case, Meshes, errors, gather_shards, run_attention
 from tests.attention.reference import Attention, random_row, reference_attention, relative_error, rms_error, visible
 
 pytestmark = pytest.mark.distributed
 
 ROWS = ((16,), (7,), (1,), (10,), (3, 5), (1, 2, 13), (1,) * 8, (2, 2), (5, 1, 7, 30, 2), (64, 9))
 HEADS = ((4, 2), (4, 4), (4, 1), (8, 2))
-LAYOUTS = ("document", "zigzag", "contiguous", "striped")
-RING_COMMS = ("p2p", "allgather", "exchange")
 DEGREES = {1: ((1, 1),), 2: ((2, 1), (1, 2)), 3: ((3, 1),), 4: ((4, 1), (2, 2), (1, 4))}
 
 
 def all_cases(world_size: int) -> list[Case]:
-    """Every layout, engine and kernel with every row; heads take turns."""
-    combinations = itertools.product(DEGREES[world_size], LAYOUTS, RING_COMMS, ("sdpa", "eager"), ROWS)
-    heads = itertools.cycle(HEADS)
+    """Every layout and engine with every row, every layout with every special; what is left takes turns."""
+    heads, kernels = itertools.cycle(HEADS), itertools.cycle(("sdpa", "eager", "sdpa"))  # 3 meets 10 rows in any order
     cases = [
-        Case(row, *next(heads), 8, ring, ulysses, layout, kernel, ring_comm=ring_comm)
-        for (ring, ulysses), layout, ring_comm, kernel, row in combinations
+        Case(row, *next(heads), 8, ring, ulysses, layout, next(kernels), ring_comm=ring_comm)
+        for (ring, ulysses), layout, ring_comm, row in itertools.product(
+            DEGREES[world_size], LAYOUTS, RING_COMMS, ROWS
+        )
     ]
+    pairs = list(itertools.product(RING_COMMS, ("sdpa", "eager")))
+    turns = itertools.cycle([*pairs, pairs[0]])  # 7 meet 8 specials in any order
     return cases + [
         Case((9, 1, 33), 8, 4, 8, ring, ulysses, layout, kernel, **{"ring_comm": ring_comm, **special})
         for ring, ulysses in DEGREES[world_size]
         for layout in LAYOUTS
-        for ring_comm in RING_COMMS
-        for kernel in ("sdpa", "eager")
         for special in (
             {"causal": False},
             {"window": 1},
@@ -50,6 +50,7 @@ def all_cases(world_size: int) -> list[Case]:
             {"head_chunks": 2 if ulysses < 4 else 1},
             {"ring_comm": "auto"},
         )
+        for ring_comm, kernel in (next(turns),)
     ]
 
 
@@ -88,7 +89,7 @@ def random_cases(draw, world_size: int) -> Case:
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @given(data=st.data())
-@settings(max_examples=5, suppress_health_check=list(HealthCheck))
+@settings(max_examples=3, suppress_health_check=list(HealthCheck))
 def test_random_combinations_are_exact(request, world_size, data):
     world = request.getfixturevalue(f"world{world_size}")
     cases = data.draw(st.lists(random_cases(world_size), min_size=20, max_size=20))
@@ -101,6 +102,11 @@ def test_heads_that_need_replication(world4):
     cases = [Case((5, 19), *h, ulysses_degree=4) for h in heads]
     cases += [Case((5, 19), *h, ring_degree=2, ulysses_degree=2) for h in ((6, 2), (6, 3), (2, 1))]
     cases += [Case((5, 19), *h, ring_degree=4) for h in ((7, 7), (9, 3))]
+    for num_heads, num_kv_heads in ((6, 2), (28, 4), (7, 7)):
+        model_config = SimpleNamespace(num_attention_heads=num_heads, num_key_value_heads=num_kv_heads)
+        auto = ContextParallelConfig.auto(4, model_config)
+        assert auto.cp_size == 4
+        cases.append(Case((5, 19), num_heads, num_kv_heads, 8, auto.ring_degree, auto.ulysses_degree))
     assert_exact(cases, world4.run(errors, cases))
 
 
@@ -195,6 +201,25 @@ def test_nothing_leaks_into_another_document(world2, layout, ring_degree, ulysse
     assert world2.run(changed_positions, case) == [list(range(8))] * 2
 
 
+def swapped_documents(cases: list[Case]) -> float:
+    """Largest difference between documents in one order and in another: a batch's rows do not see each other."""
+    meshes, differences = Meshes(), []
+    for case in cases:
+        mesh, layout = meshes.of(case), SequenceLayout(case.doc_lengths, case.config)
+        row = random_row(layout.num_tokens, 4, 2, 8)
+        first, _ = run_attention(row, layout, mesh, case)
+        second, _ = run_attention([torch.cat(x.chunk(3)[::-1]) for x in row], layout, mesh, case)
+        pairs = zip(first, second, strict=True)
+        differences += [float((a - torch.cat(b.chunk(3)[::-1])).abs().max()) for a, b in pairs]
+    return max(differences)
+
+
+def test_swapping_the_rows_of_a_batch_swaps_their_outputs(world4):
+    degrees = ((4, 1), (2, 2), (1, 4))
+    cases = [Case((8, 8, 8), 4, 2, 8, *pair, layout) for pair in degrees for layout in LAYOUTS]
+    assert max(world4.run(swapped_documents, cases)) < 1e-13
+
+
 def gradcheck(case: Case) -> None:
     """Gradients of <out, grad_out> against central differences, every optional argument given."""
     mesh, layout = ContextParallelMesh(case.config), SequenceLayout(case.doc_lengths, case.config)
@@ -204,7 +229,7 @@ def gradcheck(case: Case) -> None:
     def value(moved: list[torch.Tensor]) -> float:
         local = (layout.shard(x, mesh.cp_rank) for x in moved)
         out = context_parallel_attention(
-            *local, mesh=mesh, layout=layout, causal=True, window=None, scale=case.scale, kernel=case.kernel
+            *local, mesh=mesh, layout=layout, causal=True, window=4, scale=case.scale, kernel=case.kernel
         )
         return float((layout.unshard(gather_shards(out, mesh)) * row[3]).sum())
 
@@ -276,21 +301,6 @@ def test_reference_sees_only_visible_keys():
     out = reference_attention(zeros, zeros, values, values, (2, 3)).out
     assert out[:, 0, 0].tolist() == [0.0, 0.5, 2.0, 2.5, 3.0]
     assert visible((2, 3), window=2)[4].tolist() == [False, False, False, True, True]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ring_comm", "grad_comm_dtype"),
-    [*((e, "fp32") for e in RING_COMMS), ("exchange", "compute"), ("auto", "compute")],
-)
-def test_bf16_error_does_not_grow_with_eight_ranks(world1, world8, ring_comm, grad_comm_dtype):
-    rows, heads = (500, 140), (4, 2)
-    single = world1.run(errors, [Case(rows, *heads)], torch.bfloat16, rms_error)[0][0]
-    settings = {"ring_degree": 8, "ring_comm": ring_comm, "grad_comm_dtype": grad_comm_dtype}
-    cases = [Case(rows, *heads, layout=layout, **settings) for layout in LAYOUTS]
-    for case, result in zip(cases, world8.run(errors, cases, torch.bfloat16, rms_error)[0], strict=True):
-        ratios = {name: result[name] / single[name] for name in Attention._fields}
-        assert max(ratios.values()) < 1.5, f"{case}: {ratios}"
 
 
 def under_autocast() -> float:

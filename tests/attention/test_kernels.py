@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_cp.attention import usp
 from hf_cp.attention.kernels import (
     AtenFlashKernel,
     CpuFlashKernel,
     EagerKernel,
+    FlashAttn3Kernel,
     FlashAttnKernel,
+    TensorKind,
     choose_kernel,
+    fast_kernels,
     plan_calls,
 )
 from hf_cp.sequence.tiles import Tile
@@ -35,19 +42,48 @@ BANDS = [
 ]  # fmt: skip
 
 
+FLASH = ("flash_attn", "flash_attn_3", "aten")
+
+
+def install(monkeypatch, name: str, **content) -> ModuleType:
+    """Makes `import name` find a module with this content."""
+    module = ModuleType(name)
+    module.__spec__ = ModuleSpec(name, loader=None)
+    vars(module).update(content)
+    monkeypatch.setitem(sys.modules, name, module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def flash_3_operators() -> Iterator[None]:
+    library = flash_stand_in.register_flash_3()
+    yield
+    library._destroy()
+
+
 @pytest.fixture
-def stand_ins(monkeypatch):
-    """A `flash_attn` package of the right signatures, and the two GPU kernels on the CPU."""
-    package, interface = ModuleType("flash_attn"), ModuleType("flash_attn.flash_attn_interface")
-    interface._flash_attn_varlen_forward = flash_stand_in.flash_attn_varlen_forward
-    interface._flash_attn_varlen_backward = flash_stand_in.flash_attn_varlen_backward
-    package.flash_attn_interface = interface
-    package.__spec__ = sys.__spec__
-    monkeypatch.setitem(sys.modules, "flash_attn", package)
-    monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", interface)
+def stand_ins(monkeypatch, flash_3_operators):
+    """Packages `flash_attn` and `flash_attn_interface` of the right signatures, and the GPU kernels on the CPU."""
+    interface = install(
+        monkeypatch,
+        "flash_attn.flash_attn_interface",
+        _flash_attn_varlen_forward=flash_stand_in.flash_attn_varlen_forward,
+        _flash_attn_varlen_backward=flash_stand_in.flash_attn_varlen_backward,
+    )
+    install(monkeypatch, "flash_attn", flash_attn_interface=interface)
+    install(monkeypatch, "flash_attn_interface")
     aten = AtenFlashKernel()
     aten._forward, aten._backward = flash_stand_in.aten_flash_forward, flash_stand_in.aten_flash_backward
-    return {"flash_attn": FlashAttnKernel(), "aten": aten}
+    return {"flash_attn": FlashAttnKernel(), "flash_attn_3": FlashAttn3Kernel(), "aten": aten}
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def dense(q, k, v, tiles):
@@ -99,11 +135,17 @@ def test_eager(tile, num_kv_heads):
     check_calls(EagerKernel(), [tile], num_kv_heads, num_calls=1)
 
 
-@pytest.mark.parametrize("name", ["flash_attn", "aten"])
+@pytest.mark.parametrize("name", FLASH)
 @pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("tile", SQUARES + BANDS, ids=str)
 def test_flash_with_stand_ins(stand_ins, name, tile, num_kv_heads):
     check_calls(stand_ins[name], [tile], num_kv_heads, num_calls=1)
+
+
+@pytest.mark.parametrize("name", ["flash_attn", "flash_attn_3"])
+def test_the_backward_pass_is_deterministic_where_torch_is_told_so(stand_ins, name):
+    with deterministic():  # the stand-ins compare the flag that they get with torch's
+        check_calls(stand_ins[name], DOCUMENTS, 2)
 
 
 DOCUMENTS = [Tile(0, 4, 0, 4, None, 0), Tile(4, 3, 4, 3, None, 0), Tile(7, 5, 7, 5, None, 0)]
@@ -111,7 +153,7 @@ APART = [Tile(0, 4, 2, 4, None, 0), Tile(4, 3, 8, 5, None, 0), Tile(7, 2, 6, 2, 
 MIXED = [Tile(0, 4, 0, 4, None, 0), Tile(4, 3, 4, 5, None, None), Tile(7, 5, 9, 5, None, 0)]
 
 
-@pytest.mark.parametrize("name", ["flash_attn", "aten"])
+@pytest.mark.parametrize("name", FLASH)
 @pytest.mark.parametrize(("tiles", "num_calls"), [(DOCUMENTS, 1), (APART, 2), (MIXED, 2)])
 def test_many_tiles_in_one_call(stand_ins, name, tiles, num_calls):
     check_calls(stand_ins[name], tiles, 2, num_calls)
@@ -123,7 +165,7 @@ def test_neighbouring_rows_are_not_copied(stand_ins):
     assert group.varlen.cu_seqlens_q.tolist() == [0, 4, 7, 12] and group.varlen.max_seqlen_q == 5
 
 
-@pytest.mark.parametrize("name", ["flash_attn", "aten"])
+@pytest.mark.parametrize("name", FLASH)
 @pytest.mark.parametrize("window", [None, 3, 9])
 @pytest.mark.parametrize("ring_comm", ["p2p", "allgather", "exchange"])
 def test_whole_rows_through_the_flash_kernels(stand_ins, monkeypatch, name, window, ring_comm):
@@ -172,16 +214,97 @@ def test_the_aten_stand_ins_have_the_operators_signatures(operator, stand_in):
 
 def test_what_a_kernel_cannot_do_is_refused(stand_ins):
     q = torch.zeros(2, 4, 8)
-    with pytest.raises(ValueError, match="one head size, got 8 for queries and 4 for values"):
-        choose_kernel("auto", q, torch.zeros(2, 4, 4))
-    with pytest.raises(ValueError, match="cpu and cuda, got meta"):
-        choose_kernel("sdpa", q.to("meta"), q.to("meta"))
-    with pytest.raises(ValueError, match="'flash_attn' runs fp16 and bf16 on CUDA, got torch.float32 on cpu"):
-        choose_kernel("flash_attn", q, q)
+    narrow = torch.zeros(2, 4, 4)
+    for kernel, tensors, message in (
+        ("auto", (q, narrow), "'sdpa' needs one head size, got 8 for queries and 4 for values. Use kernel='eager'"),
+        ("sdpa", (q.to("meta"), q.to("meta")), "'sdpa' runs on cpu and cuda, got meta. Use kernel='eager'"),
+        ("flash_attn", (q, q), "'flash_attn' runs fp16 and bf16 on CUDA, got torch.float32 on cpu. Use kernel='sdpa'"),
+        ("flash_attn_3", (q, q), "'flash_attn_3' runs fp16 and bf16 on CUDA, got torch.float32 on cpu."),
+    ):
+        with pytest.raises(ValueError, match=f"^kernel={message}"):
+            choose_kernel(kernel, *tensors)
     assert choose_kernel("auto", q, q).name == "sdpa"
-    assert choose_kernel("eager", q, torch.zeros(2, 4, 4)).name == "eager"
+    assert choose_kernel("eager", q, narrow).name == "eager"
 
 
-def test_flash_attn_that_is_not_installed_is_refused():
-    with pytest.raises(ValueError, match="not installed: pip install 'hf-cp\\[flash\\]'"):
-        choose_kernel("flash_attn", torch.zeros(2, 4, 8), torch.zeros(2, 4, 8))
+def test_kernels_that_are_not_installed_are_refused():
+    q = torch.zeros(2, 4, 8)
+    with pytest.raises(ValueError, match="not installed \\(pip install 'hf-cp\\[flash\\]'\\). Use kernel='sdpa'."):
+        choose_kernel("flash_attn", q, q)
+    with pytest.raises(ValueError, match="needs FlashAttention-3 .* not installed. Use kernel='sdpa'."):
+        choose_kernel("flash_attn_3", q, q)
+
+
+CUDA_BF16 = TensorKind(torch.device("cuda", 0), torch.bfloat16, 128, 128)
+
+
+@pytest.fixture
+def gpu(monkeypatch, stand_ins):
+    """Call it to set the compute capability that torch reports."""
+
+    def set_capability(major: int) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {major}.0")
+
+    return set_capability
+
+
+@pytest.mark.parametrize(
+    ("capability", "change", "expected"),
+    [
+        (9, {}, ["flash_attn_3", "flash_attn", "sdpa"]),
+        (9, {"dtype": torch.float16, "head_dim": 256, "value_dim": 256}, ["flash_attn_3", "flash_attn", "sdpa"]),
+        (8, {}, ["flash_attn", "sdpa"]),
+        (10, {}, ["flash_attn", "sdpa"]),
+        (7, {}, []),
+        (9, {"dtype": torch.float32}, []),
+        (9, {"head_dim": 100, "value_dim": 100}, []),
+        (9, {"value_dim": 64}, []),
+        (9, {"device": torch.device("cpu")}, ["sdpa"]),
+        (9, {"device": torch.device("cpu"), "dtype": torch.float64, "head_dim": 5, "value_dim": 5}, ["sdpa"]),
+    ],
+)
+def test_auto_takes_the_first_kernel_that_can(gpu, capability, change, expected):
+    gpu(capability)
+    assert [kernel.name for kernel in fast_kernels(CUDA_BF16._replace(**change))] == expected
+
+
+def test_the_nearest_kernel_is_named(gpu):
+    with FakeTensorMode():
+        q, fp32, odd = (
+            torch.empty(2, 4, size, device="cuda", dtype=dtype)
+            for size, dtype in ((128, torch.bfloat16), (128, torch.float32), (100, torch.bfloat16))
+        )
+        gpu(9)
+        assert choose_kernel("auto", q, q).name == "flash_attn_3" and choose_kernel("sdpa", q, q).name == "sdpa"
+        with pytest.raises(ValueError, match="got torch.float32 on cuda. Use bf16, or kernel='eager' for short rows"):
+            choose_kernel("auto", fp32, fp32)
+        with pytest.raises(ValueError, match="multiple of 8 up to 256, got 100 .* 100 .*. Use kernel='eager'"):
+            choose_kernel("auto", odd, odd)
+        gpu(8)
+        with pytest.raises(ValueError, match="'flash_attn_3' runs on Hopper .* got GPU 8.0. Use kernel='flash_attn'."):
+            choose_kernel("flash_attn_3", q, q)
+        gpu(7)
+        with pytest.raises(ValueError, match="'sdpa' needs an Ampere GPU or a later one, got GPU 7.0. Use kernel='ea"):
+            choose_kernel("auto", q, q)
+
+
+@pytest.mark.parametrize(
+    ("left_out", "reason"),
+    [
+        (("BACKWARD",), "without a backward pass"),
+        (("LOCAL", "VARLEN"), "without windows, variable lengths"),
+        (("HDIM128", "HDIM192", "HDIM256"), "without head size 128"),
+        (("HDIM128", "SOFTCAP", "FP8"), None),  # 128 is rounded up to 192
+    ],
+)
+def test_builds_of_flash_attention_3_that_cannot_train_are_refused(gpu, monkeypatch, left_out, reason):
+    gpu(9)
+    flags = {f"FLASHATTENTION_DISABLE_{name}": True for name in left_out}
+    install(
+        monkeypatch, "flash_attn_config", CONFIG={"build_flags": {"FLASHATTENTION_DISABLE_PAGEDKV": False} | flags}
+    )
+    refusal = FlashAttn3Kernel.refusal(CUDA_BF16)
+    assert refusal is None if reason is None else reason in refusal
+    first = "flash_attn_3" if reason is None else "flash_attn"
+    assert fast_kernels(CUDA_BF16)[0].name == first

@@ -3,6 +3,7 @@ the formulas and the plan."""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from typing import NamedTuple
 from unittest.mock import patch
@@ -16,10 +17,11 @@ from hf_cp.attention.usp import context_parallel_attention
 from hf_cp.config import ContextParallelConfig
 from hf_cp.parallel.collectives import BlockTransfer, Transfer
 from hf_cp.parallel.mesh import ContextParallelMesh
+from hf_cp.parallel.traffic import Traffic
 from hf_cp.sequence.costs import AttentionShape, attention_flops, ring_bytes, ulysses_bytes
 from hf_cp.sequence.layout import SequenceLayout
 from hf_cp.sequence.plan import AttentionPlan
-from tests.attention.cases import Case, run_attention
+from tests.attention.cases import LAYOUTS, RING_COMMS, Case, Meshes, run_attention
 from tests.attention.reference import random_row, visible
 from tests.sequence.test_plan import band
 
@@ -35,8 +37,14 @@ class Sent(NamedTuple):
     counted_ulysses: int
 
 
-def sent_bytes(case: Case, dtype: torch.dtype) -> Sent:
-    mesh, layout = ContextParallelMesh(case.config), SequenceLayout(case.doc_lengths, case.config)
+def sent_bytes(cases: list[tuple[Case, torch.dtype]]) -> list[Sent]:
+    meshes = Meshes()
+    return [_sent_bytes(case, dtype, meshes.of(case)) for case, dtype in cases]
+
+
+def _sent_bytes(case: Case, dtype: torch.dtype, mesh: ContextParallelMesh) -> Sent:
+    layout = SequenceLayout(case.doc_lengths, case.config)
+    mesh.traffic = Traffic()
     row = random_row(layout.num_tokens, case.num_heads, case.num_kv_heads, case.head_dim, dtype)
     q, k, v, grad_out = (layout.shard(x, mesh.cp_rank) for x in row)
     seen: Counter[str] = Counter()
@@ -62,29 +70,44 @@ def sent_bytes(case: Case, dtype: torch.dtype) -> Sent:
     return Sent(seen["ring"], seen["ulysses"], mesh.traffic.ring_bytes, mesh.traffic.ulysses_bytes)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("ring_comm", "grad_comm_dtype"),
-    [("p2p", "fp32"), *((e, d) for e in ("allgather", "exchange") for d in ("fp32", "compute"))],
-)
-@pytest.mark.parametrize(
-    ("ring", "ulysses", "chunks", "layout", "window"),
-    [(4, 1, 1, "zigzag", None), (4, 1, 2, "document", None), (2, 2, 1, "document", None), (2, 2, 1, "contiguous", 5)]
-    + [(1, 4, 1, "document", None), (2, 2, 1, "document", 64)],
-)
-def test_bytes_equal_the_formulas(world4, ring, ulysses, chunks, layout, window, ring_comm, dtype, grad_comm_dtype):
-    kernel = "eager" if dtype == torch.bfloat16 and window == 5 else "sdpa"
-    case = Case(
-        (40, 23, 7, 6), 8, 2, 8, ring, ulysses, layout, kernel, window=window,
-        ring_comm=ring_comm, head_chunks=chunks, grad_comm_dtype=grad_comm_dtype,
-    )  # fmt: skip
-    layout = SequenceLayout(case.doc_lengths, case.config)
-    plan = AttentionPlan(layout, window=window)
-    shape = AttentionShape(8, 2, 8, dtype.itemsize, 4 if grad_comm_dtype == "fp32" else dtype.itemsize)
-    for rank, sent in enumerate(world4.run(sent_bytes, case, dtype)):
-        assert sent.ring == sum(ring_bytes(shape, plan, rank // ulysses, ring_comm))
-        assert sent.ulysses == 2 * ulysses_bytes(shape, local_length=layout.local_length, ulysses_degree=ulysses)
-        assert (sent.counted_ring, sent.counted_ulysses) == (sent.ring, sent.ulysses)
+def traffic_cases() -> list[tuple[Case, torch.dtype]]:
+    splits = (
+        (4, 1, 1, "zigzag", None),
+        (4, 1, 2, "document", None),
+        (2, 2, 1, "document", None),
+        (2, 2, 1, "contiguous", 5),
+        (1, 4, 1, "document", None),
+        (2, 2, 1, "document", 64),
+    )
+    comms = [("p2p", "fp32"), *itertools.product(("allgather", "exchange"), ("fp32", "compute"))]
+    return [
+        (
+            Case(
+                (40, 23, 7, 6), 8, 2, 8, ring, ulysses, layout,
+                "eager" if dtype == torch.bfloat16 and window == 5 else "sdpa", window=window,
+                ring_comm=ring_comm, head_chunks=chunks, grad_comm_dtype=grad_comm_dtype,
+            ),
+            dtype,
+        )
+        for ring, ulysses, chunks, layout, window in splits
+        for ring_comm, grad_comm_dtype in comms
+        for dtype in (torch.float32, torch.bfloat16)
+    ]  # fmt: skip
+
+
+def test_bytes_equal_the_formulas(world4):
+    cases = traffic_cases()
+    for rank, results in enumerate(world4.run(sent_bytes, cases)):
+        for (case, dtype), sent in zip(cases, results, strict=True):
+            layout = SequenceLayout(case.doc_lengths, case.config)
+            plan = AttentionPlan(layout, window=case.window)
+            shape = AttentionShape(8, 2, 8, dtype.itemsize, 4 if case.grad_comm_dtype == "fp32" else dtype.itemsize)
+            ulysses = case.ulysses_degree
+            expected = (
+                sum(ring_bytes(shape, plan, rank // ulysses, case.ring_comm)),
+                2 * ulysses_bytes(shape, local_length=layout.local_length, ulysses_degree=ulysses),
+            )
+            assert (sent.ring, sent.ulysses) == (sent.counted_ring, sent.counted_ulysses) == expected, (case, dtype)
 
 
 def test_a_ring_over_one_zigzag_document_by_hand():
@@ -100,10 +123,10 @@ def test_a_ring_over_one_zigzag_document_by_hand():
     assert attention_flops(shape, plan.area(0)) == (4 * 8 * 8 * 520, 2.5 * 4 * 8 * 8 * 520)
 
 
-@pytest.mark.parametrize("ring_comm", ["p2p", "allgather", "exchange"])
-def test_whole_documents_send_nothing(world2, ring_comm):
-    case = Case((20, 20), ring_degree=2, layout="document", ring_comm=ring_comm)
-    assert [sent.ring for sent in world2.run(sent_bytes, case, torch.float32)] == [0, 0]
+def test_whole_documents_send_nothing(world2):
+    case = Case((20, 20), ring_degree=2, layout="document")
+    cases = [(case._replace(ring_comm=ring_comm), torch.float32) for ring_comm in RING_COMMS]
+    assert all(sent.ring == 0 for results in world2.run(sent_bytes, cases) for sent in results)
 
 
 def collectives_of_one_process() -> int:
@@ -124,9 +147,14 @@ def test_rings_and_groups_of_one_send_nothing(world2):
     assert world2.run(collectives_of_one_process) == [0, 0]
 
 
-def computed_area(case: Case) -> tuple[int, int, int]:
-    """(forward, backward) visible scores that reach the kernel, and the plan's area."""
-    mesh, layout = ContextParallelMesh(case.config), SequenceLayout(case.doc_lengths, case.config)
+def computed_areas(cases: list[Case]) -> list[tuple[int, int, int]]:
+    """(forward, backward) visible scores that reach the kernel, and the plan's area, of each case."""
+    meshes = Meshes()
+    return [_computed_area(case, meshes.of(case)) for case in cases]
+
+
+def _computed_area(case: Case, mesh: ContextParallelMesh) -> tuple[int, int, int]:
+    layout = SequenceLayout(case.doc_lengths, case.config)
     kernel = {"sdpa": CpuFlashKernel, "eager": EagerKernel}[case.kernel]
     area = Counter()
     forward, backward = kernel.forward, kernel.backward
@@ -145,19 +173,24 @@ def computed_area(case: Case) -> tuple[int, int, int]:
     return area["forward"], area["backward"], AttentionPlan(layout, window=case.window).area(mesh.ring_rank)
 
 
-@pytest.mark.parametrize("layout", ["document", "zigzag", "contiguous", "striped"])
-@pytest.mark.parametrize("ring_comm", ["p2p", "allgather", "exchange"])
-@pytest.mark.parametrize("kernel", ["sdpa", "eager"])
-@pytest.mark.parametrize(("rows", "window"), [((64,), None), ((5, 1, 7, 30, 2), None), ((5, 1, 7, 30, 2), 6)])
-def test_the_kernel_computes_what_the_plan_says(world4, layout, ring_comm, kernel, rows, window):
-    case = Case(rows, ring_degree=4, layout=layout, kernel=kernel, ring_comm=ring_comm, window=window)
-    results = world4.run(computed_area, case)
-    assert all(forward == backward == planned for forward, backward, planned in results)
-    assert sum(planned for *_, planned in results) == int(visible(rows, window=window).sum())
+def test_the_kernel_computes_what_the_plan_says(world4):
+    cases = [
+        Case(rows, ring_degree=4, layout=layout, kernel=kernel, ring_comm=ring_comm, window=window)
+        for layout in LAYOUTS
+        for ring_comm in RING_COMMS
+        for kernel in ("sdpa", "eager")
+        for rows, window in (((64,), None), ((5, 1, 7, 30, 2), None), ((5, 1, 7, 30, 2), 6))
+    ]
+    per_rank = world4.run(computed_areas, cases)
+    for case, ranks in zip(cases, zip(*per_rank, strict=True), strict=True):
+        assert all(forward == backward == planned for forward, backward, planned in ranks), case
+        total = int(visible(case.doc_lengths, window=case.window).sum())
+        assert sum(planned for *_, planned in ranks) == total, case
 
 
-def test_one_zigzag_document_is_balanced(world4):
-    areas = [planned for *_, planned in world4.run(computed_area, Case((1000,), ring_degree=4))]
+def test_one_zigzag_document_is_balanced():
+    plan = AttentionPlan(SequenceLayout((1000,), Case((1000,), ring_degree=4).config))
+    areas = [plan.area(rank) for rank in range(4)]
     assert max(areas) / min(areas) < 1.01
 
 
@@ -221,7 +254,7 @@ def test_gradients_travel_while_the_kernel_runs(world2, chunks, ring_comm, expec
 def test_the_next_heads_travel_while_the_current_ones_are_used(world2):
     case = Case((64,), 8, 4, 8, 1, 2, head_chunks=2)
     expected = (
-        "send send wait kernel send wait kernel send wait wait"  # out of a group starts before the next is waited
+        "send wait send kernel send wait kernel send wait wait"  # a group's output leaves under the next one's kernel
     )
     assert " ".join(world2.run(event_order, case)[0]) == expected
 

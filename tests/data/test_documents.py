@@ -142,7 +142,7 @@ def test_shift_labels_must_agree_with_labels() -> None:
         ({"input_ids": [1, 2, 3], "seq_lengths": [4, -1]}, "add up to 3, but input_ids has 3"),
         ({"input_ids": None, "labels": [1]}, r"has no tokens: its columns are \['labels'\]"),
         ({"input_ids": [1], "inputs_embeds": [[0.5]]}, "column 'inputs_embeds'"),
-        ({"chosen": [1], "rejected": [2]}, "column 'chosen'"),
+        ({"chosen": [1], "rejected": [2]}, "columns 'chosen', 'rejected'"),
         ("hello", "bare string of 5 characters"),
     ],
 )

@@ -18,6 +18,7 @@ from hf_cp.data.loader import ContextParallelDataLoader, RowSampler
 from hf_cp.data.packed import PackedDataset
 from hf_cp.parallel.mesh import ContextParallelMesh
 from hf_cp.sequence.packing import PackingManifest
+from tests.data.orders import make_order
 
 CONFIG = ContextParallelConfig()
 # First tokens tell documents apart; lengths pack into 5 rows of at most 8.
@@ -132,11 +133,10 @@ def test_stream_and_mapping_are_refused() -> None:
 def test_every_row_goes_to_one_dp_rank(num_rows: int, drop_last: bool) -> None:
     if drop_last and num_rows == 1:
         with pytest.raises(ValueError, match="1 rows for dp_size=2"):
-            RowSampler(1, dp_rank=0, dp_size=2, shuffle=True, seed=0, drop_last=True)
+            make_order([1], dp_size=2, rows_per_step=2, drop_last=True)
         return
-    samplers = [
-        RowSampler(num_rows, dp_rank=r, dp_size=2, shuffle=True, seed=0, drop_last=drop_last) for r in range(2)
-    ]
+    order = make_order([1] * num_rows, dp_size=2, rows_per_step=2, drop_last=drop_last)
+    samplers = [RowSampler(order, dp_rank=r) for r in range(2)]
     steps = [[step for (step,) in sampler] for sampler in samplers]
     expected = num_rows // 2 if drop_last else -(-num_rows // 2)
     assert [len(sampler) for sampler in samplers] == [len(s) for s in steps] == [expected] * 2
@@ -185,8 +185,9 @@ def test_another_epoch_starts_at_its_beginning() -> None:
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        ({"features": FEATURES[:-1]}, "manifest_digest was"),
-        ({"max_tokens": 9}, "manifest_digest was"),
+        ({"features": FEATURES[:-1]}, "data_digest was"),
+        ({"features": [[1 + token for token in feature] for feature in FEATURES]}, "data_digest was"),
+        ({"max_tokens": 9}, "data_digest was"),
         ({"seed": 1}, "seed was 0, here it is 1"),
         ({"shuffle": False}, "shuffle was True, here it is False"),
     ],

@@ -150,16 +150,22 @@ def lose_a_worker(start_method: str) -> None:
 
 
 def differ_in_content(bad_rank: int) -> None:
-    features = [list(feature) for feature in FEATURES]
+    loader = make_loader()
     if int(os.environ["RANK"]) == bad_rank:
-        features[bad_rank // 2][4] += 1  # document 0 is in row 0, document 1 in row 1
-    for _ in make_loader(features):
+        loader.packed.documents[bad_rank // 2].input_ids[4] += 1  # document 0 is in row 0, document 1 in row 1
+    for _ in loader:
         pass
 
 
 def differ_in_lengths() -> None:
     features = FEATURES[: len(FEATURES) - int(os.environ["RANK"]) // 2]  # peers agree, the two groups do not
     make_loader(features)
+
+
+def split_by_user() -> None:
+    """Each group was given its own half of the documents, of equal lengths: half of each half would never be seen."""
+    group = int(os.environ["RANK"]) // 2
+    make_loader([[10 * group + i] * 6 for i in range(8)])
 
 
 def differ_in_steps() -> None:
@@ -214,7 +220,7 @@ def test_lost_worker_process_is_raised_on_all(world4, start_method: str, message
 
 @pytest.mark.parametrize(("bad_rank", "peers"), [(1, (0, 1)), (2, (2, 3))])
 def test_different_documents_on_cp_peers_are_raised_on_all(world4, bad_rank: int, peers: tuple[int, int]) -> None:
-    """Equal lengths, so the packing agrees; one token differs."""
+    """A token changes after the data sets were compared."""
     group = f"Context-parallel group {bad_rank // 2} (dp_rank) disagrees on its row for micro-step 0"
     says = (group, f"rank {peers[0]} has digest", f"rank {peers[1]} has")
     assert_raises_everywhere(world4, differ_in_content, bad_rank, says=says)
@@ -223,6 +229,12 @@ def test_different_documents_on_cp_peers_are_raised_on_all(world4, bad_rank: int
 def test_different_packing_is_raised_on_all(world4) -> None:
     assert_raises_everywhere(
         world4, differ_in_lengths, says=("The world disagrees on its packing of the data set", "rank 0", "rank 2")
+    )
+
+
+def test_data_set_split_by_rank_is_raised_on_all(world4) -> None:
+    assert_raises_everywhere(
+        world4, split_by_user, says=("The world disagrees on its packing of the data set", "rank 0", "rank 2")
     )
 
 

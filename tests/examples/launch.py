@@ -63,6 +63,8 @@ def environment() -> dict[str, str]:
     outer = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     kept = {k: v for k, v in os.environ.items() if k not in outer and not k.startswith(("ACCELERATE_", "HF_CP_"))}
     return kept | {
+        # this environment's ninja: another one would not read the build's log, and compile the extension again
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "DS_ACCELERATOR": "cpu",

@@ -342,7 +342,6 @@ def test_a_saved_model_does_not_mention_the_patch(tmp_path):
     ("family", "settings", "message"),
     [
         ("llama", {"attention_dropout": 0.1}, "attention_dropout=0.1"),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "'dynamic' RoPE"),
     ],
 )
 def test_settings_that_cannot_be_exact_are_refused(family, settings, message):

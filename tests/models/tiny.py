@@ -11,13 +11,31 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Phi3Config,
     PreTrainedModel,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
+    SmolLM3Config,
 )
 
 VOCAB_SIZE = 64
 FAMILIES = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+MIXTURES = {"mixtral": MixtralConfig, "qwen2_moe": Qwen2MoeConfig, "qwen3_moe": Qwen3MoeConfig}
+OTHERS = {"olmo2": Olmo2Config, "phi3": Phi3Config, "smollm3": SmolLM3Config}
+# 4 experts, 2 for a token; "eager" since the default, grouped matrix products, has no fp64
+EXPERTS = {"num_experts_per_tok": 2, "experts_implementation": "eager"}
+QWEN_EXPERTS = EXPERTS | {"num_experts": 4, "moe_intermediate_size": 24}
+MORE_SETTINGS = {
+    "mistral": {"sliding_window": None},
+    "mixtral": EXPERTS | {"num_local_experts": 4, "sliding_window": None},
+    "qwen2_moe": QWEN_EXPERTS | {"shared_expert_intermediate_size": 40},
+    "qwen3_moe": QWEN_EXPERTS,
+    "smollm3": {"no_rope_layer_interval": 2},  # the second layer has no RoPE
+}
 
 
 def tiny_model(family: str = "llama", *, dtype: torch.dtype = torch.float64, **overrides: Any) -> PreTrainedModel:
@@ -35,10 +53,9 @@ def tiny_model(family: str = "llama", *, dtype: torch.dtype = torch.float64, **o
         "pad_token_id": 0,
         "bos_token_id": 1,
         "eos_token_id": 2,
-    } | overrides
-    if family == "mistral":
-        settings.setdefault("sliding_window", None)
-    config: AutoConfig = FAMILIES[family](**settings)
+    }
+    settings |= MORE_SETTINGS.get(family, {}) | overrides
+    config: AutoConfig = (FAMILIES | MIXTURES | OTHERS)[family](**settings)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).to(dtype)
     generator = torch.Generator().manual_seed(1)

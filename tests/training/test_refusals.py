@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.utils import ParallelismConfig
+from torch.utils.data import IterableDataset
 from transformers import default_data_collator
 
 from hf_cp.config import ContextParallelConfig
@@ -22,12 +23,13 @@ RING2 = ContextParallelConfig(ring_degree=2)
 ARGUMENTS = {
     "per_device_train_batch_size": 8,
     "average_tokens_across_devices": False,
-    "label_smoothing_factor": 0.1,
+    "batch_eval_metrics": True,
+    "eval_do_concat_batches": False,
     "neftune_noise_alpha": 5.0,
     "use_liger_kernel": True,
     "auto_find_batch_size": True,
     "bf16_full_eval": True,
-    "train_sampling_strategy": "group_by_length",
+    "train_sampling_strategy": "batch_rebalance",
     "accelerator_config": {"dispatch_batches": True},
     "parallelism_config": ParallelismConfig(cp_size=2),
 }
@@ -57,18 +59,31 @@ def test_several_settings_are_named_at_once(tmp_path):
         build(tmp_path, arguments={"per_device_train_batch_size": 8, "neftune_noise_alpha": 5})
 
 
-@pytest.mark.parametrize(
-    "name", ["compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics", "model_init"]
-)
+@pytest.mark.parametrize("name", ["compute_loss_func", "model_init"])
 def test_callables(tmp_path, name):
     others = {name: lambda *args: None, **({"model": None} if name == "model_init" else {})}
     with pytest.raises(ValueError, match=name):
         build(tmp_path, **others)
 
 
-def test_stream(tmp_path):
-    with pytest.raises(ValueError, match="generator is a stream"):
-        build(tmp_path, train_dataset=(document for document in make_documents([5])))
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(make_documents([5]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"train_dataset": (document for document in make_documents([5]))}, "generator is a stream that can be read"),
+        ({"eval_dataset": Stream()}, "Stream is a stream: it has no length, so an evaluation"),
+        ({"arguments": {"dataloader_num_workers": 2}}, "dataloader_num_workers=2 does not work with Stream"),
+        ({"arguments": {"train_sampling_strategy": "group_by_length"}}, "'group_by_length' does not work with Stream"),
+        ({"arguments": {"max_steps": -1}}, "max_steps"),
+    ],
+)
+def test_stream(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        build(tmp_path, **{"train_dataset": Stream(), **settings})
 
 
 def test_foreign_collator_on_a_patched_model(tmp_path):
@@ -88,11 +103,9 @@ def test_collator_and_model_differ(tmp_path):
         build(tmp_path, data_collator=DataCollatorForContextParallel(other))
 
 
-def test_predict_and_empty_evaluation(tmp_path):
+def test_empty_evaluation(tmp_path):
     documents = make_documents([9, 5], masked=1.0)
     trainer = build(tmp_path, eval_dataset=documents)
-    with pytest.raises(ValueError, match="predict"):
-        trainer.predict(documents)
     with pytest.raises(ValueError, match="no targets"):
         trainer.evaluate()
 

@@ -17,14 +17,16 @@ from tests.examples.launch import free_port, run
 from tests.training.fixed_loss import make_fixed_loss_model
 from tests.training.loops import run_ddp_loop
 from tests.training.tiny import REF, STOCK, Record, make_documents, make_model, make_trainer, relative, train
-from tests.training.zero_cases import LENGTHS
+from tests.training.zero_cases import BALANCED, LENGTHS, largest_logit, mean_of_largest
+from tests.training.zero_resume import CASES as ZERO_CASES
+from tests.training.zero_resume import STOP as ZERO_STOP
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 STAGES = (0, 1, 2, 3)
 
 
-def launch(folder: Path, processes: int) -> list[dict]:
+def launch(folder: Path, processes: int, *arguments_of_cases: str) -> list[dict]:
     """Runs zero_cases.py; only what it wrote counts, since DeepSpeed's processes do not always end with status 0."""
     arguments = [
         "--nproc_per_node",
@@ -34,7 +36,7 @@ def launch(folder: Path, processes: int) -> list[dict]:
         "-m",
         "tests.training.zero_cases",
     ]
-    finished = run(["-m", "torch.distributed.run", *arguments, str(folder)], timeout=400)
+    finished = run(["-m", "torch.distributed.run", *arguments, str(folder), *arguments_of_cases], timeout=400)
     files = [folder / f"rank{rank}.pt" for rank in range(processes)]
     assert all(file.exists() for file in files), finished.output[-6000:]
     return [torch.load(file, weights_only=False) for file in files]
@@ -48,12 +50,19 @@ def pair(tmp_path_factory, deepspeed_extension) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def two_pairs(tmp_path_factory, deepspeed_extension) -> list[dict]:
-    return launch(tmp_path_factory.mktemp("zero4"), 4)
+def two_pairs(tmp_path_factory, pair) -> list[dict]:
+    """Results of four processes, that share rows in pairs; they also go on from what two processes have saved."""
+    return launch(tmp_path_factory.mktemp("zero4"), 4, str(pair[0]["folder"]))
 
 
 @cache
-def trained(lora: bool = False, accumulation: int = 2, dtype: torch.dtype = torch.float64, max_grad_norm: float = 0.0):
+def trained(
+    lora: bool = False,
+    accumulation: int = 2,
+    dtype: torch.dtype = torch.float64,
+    max_grad_norm: float = 0.0,
+    max_steps: int = 3,
+):
     return train(
         REF,
         make_documents(LENGTHS),
@@ -61,6 +70,7 @@ def trained(lora: bool = False, accumulation: int = 2, dtype: torch.dtype = torc
         gradient_accumulation_steps=accumulation,
         dtype=dtype,
         max_grad_norm=max_grad_norm,
+        max_steps=max_steps,
     )
 
 
@@ -147,13 +157,81 @@ def test_stage_3_gathers_in_step(two_pairs):
         assert result["sharded"]["eval_losses"] == two_pairs[0]["sharded"]["eval_losses"]
 
 
+def test_checkpointing_and_chunked_mlp_in_stage_3(two_pairs):
+    """Recomputed layers and chunks gather their parameters again, equally often on all ranks."""
+    for result in two_pairs:
+        check_run(result["sharded_saving"], trained(), trained(dtype=torch.float32), stage=3)
+
+
+def test_experts_in_stage_3(two_pairs):
+    """Fused expert weights are gathered in step, whichever experts a rank's tokens choose; with balanced routers."""
+    settings = {"family": "mixtral", "model_changes": BALANCED, "gradient_accumulation_steps": 2}
+    reference, in_fp32 = (
+        train(REF, make_documents(LENGTHS), dtype=t, **settings) for t in (torch.float64, torch.float32)
+    )
+    start = make_model("mixtral", **BALANCED).state_dict()
+
+    def error(parameters: dict[str, torch.Tensor]) -> float:
+        updates = {name: p - start[name] for name, p in reference.parameters.items()}
+        return max(relative(parameters[name].double() - start[name], update) for name, update in updates.items())
+
+    for result in two_pairs:
+        run = result["experts"]
+        assert run["losses"] == pytest.approx(reference.losses, rel=1e-5)
+        assert run["grad_norms"] == pytest.approx(reference.grad_norms, rel=1e-4)
+        assert error(run["parameters"]) < min(1e-4, 2 * error(in_fp32.parameters) + 1e-7)
+
+
 def test_clipping(two_pairs):
     reference = trained(accumulation=4, max_grad_norm=0.1)
     assert min(reference.grad_norms) > 0.2
     for result in two_pairs:
-        assert result["clipped"]["grad_norms"] == pytest.approx(reference.grad_norms, rel=1e-4)
-        # a clipped update is small against the parameters: fp32 rounds it
-        assert update_error(result["clipped"]["parameters"], reference) < 1e-3
+        for case in ("clipped", "clipped_sharded"):
+            assert result[case]["grad_norms"] == pytest.approx(reference.grad_norms, rel=1e-4)
+            # a clipped update is small against the parameters: fp32 rounds it
+            assert update_error(result[case]["parameters"], reference) < 1e-3
+
+
+def test_the_time_limit_of_an_own_loop_reaches_the_groups(pair):
+    """InitProcessGroupKwargs, also where the processes are joined before the Accelerator is made."""
+    assert [result["time_limit"] for result in pair] == [777.0] * 2
+
+
+VARIANTS = [f"{name}{stage}" for name in ("plain", "offload", "no_reduce_scatter") for stage in (2, 3)]
+
+
+def mean_residual(losses: list[float], exact: list[float]) -> float:
+    """Signed: rounding goes both ways, a wrong scale drifts to one side."""
+    return sum(a / b - 1 for a, b in zip(losses, exact, strict=True)) / len(exact)
+
+
+@pytest.mark.parametrize("case", VARIANTS)
+def test_same_trajectory(pair, case):
+    """Six steps: optimizer states in host memory, buckets that are all-reduced whole."""
+    exact, in_fp32 = trained(max_steps=6), trained(dtype=torch.float32, max_steps=6)
+    drift = abs(mean_residual(in_fp32.losses, exact.losses))
+    for result in pair:
+        run = result["variants"][case]
+        assert run["offloads"] == case.startswith("offload")
+        assert run["reduce_scatters"] == (not case.startswith("no_reduce_scatter"))
+        check_run(run, exact, in_fp32, stage=int(case[-1]))
+        assert abs(mean_residual(run["losses"], exact.losses)) < 3 * drift + 1e-7
+
+
+def test_bf16(pair):
+    """Against whole rows under the same ZeRO: at most twice the error, and losses that do not drift further."""
+    exact, start = trained(max_steps=6), make_model().state_dict()
+
+    def error(run: dict) -> float:
+        distance = sum(float((run["parameters"][n] - p).square().sum()) for n, p in exact.parameters.items())
+        return (distance / sum(float((p - start[n]).square().sum()) for n, p in exact.parameters.items())) ** 0.5
+
+    for result in pair:
+        shared, whole = (result["bf16"][name] for name in ("shared", "whole"))
+        assert 1e-3 < error(whole) < 0.1  # it did compute in bf16
+        assert error(shared) < 2 * error(whole)
+        drift = abs(mean_residual(whole["losses"], exact.losses))
+        assert abs(mean_residual(shared["losses"], exact.losses)) < 2 * drift + 1e-3
 
 
 def test_evaluation_inside_training(pair):
@@ -165,6 +243,21 @@ def test_evaluation_inside_training(pair):
         assert result["trainer"]["eval_losses"] == pair[0]["trainer"]["eval_losses"]
         assert result["trainer"]["eval_losses"][0] == pytest.approx(first, rel=1e-6)
         assert result["trainer"]["eval_loss"] < first
+
+
+def test_metrics_and_predictions_inside_training(pair, two_pairs):
+    """Of every stage, also where all parameters are sharded and a pair has run out of rows."""
+    documents = make_documents(LENGTHS)
+    settings = {"eval_dataset": documents[:5], "gradient_accumulation_steps": 2}
+    trainer = make_trainer(make_model(), REF, documents, **settings)
+    trainer.preprocess_logits_for_metrics, trainer.compute_metrics = largest_logit, mean_of_largest
+    trainer.train()
+    metrics, predictions = trainer.evaluate(), trainer.predict(documents).predictions
+    runs = [found for result in pair for found in (result["trainer"], *result["trainer_stages"].values())]
+    for found in runs + [result["sharded"] for result in two_pairs]:
+        assert found["largest"] == pytest.approx(metrics["eval_largest"], rel=1e-5)
+        assert found["predictions"].shape == (len(LENGTHS), max(LENGTHS))
+        assert relative(torch.from_numpy(found["predictions"]), torch.from_numpy(predictions)) < 1e-5
 
 
 def test_saved_adapter_is_complete_and_written_once(pair):
@@ -203,6 +296,39 @@ def test_refusals(pair, case, words):
     for result in pair:
         message = result["refusals"][case]
         assert all(word in message for word in words), message
+
+
+def same_end(run: dict, whole: dict, lora: bool) -> None:
+    """The steps after the stop, the learning rates of all steps, and the weights, of which LoRA trains a part."""
+    assert run["losses"][ZERO_STOP:] == pytest.approx(whole["losses"][ZERO_STOP:], rel=1e-5)
+    assert run["rates"] == pytest.approx(whole["rates"], rel=1e-6)
+    start = make_model(lora=lora, dtype=torch.float32).state_dict()
+    for name, parameter in whole["parameters"].items():
+        if not lora or "lora_" in name:
+            assert relative(run["parameters"][name] - start[name], parameter - start[name]) < 1e-4, name
+
+
+def test_zero_goes_on_with_another_cp_size(pair):
+    """Two processes shared a row, then have one each; ZeRO's parts stay as they are."""
+    for result in pair:
+        same_end(result["resume"]["own_rows"], result["resume"]["whole"]["2"], lora=False)
+
+
+@pytest.mark.parametrize("case", ZERO_CASES)
+def test_zero_goes_on_with_more_processes(pair, two_pairs, case):
+    """Two processes, then four, through the universal format; weight decay differs between the parameter groups."""
+    for result in two_pairs:
+        run = result["resume"][case]
+        same_end(run, pair[0]["resume"]["whole"][case], lora=ZERO_CASES[case][1])
+        assert run["world_size"] == 4  # what it saves is of four again
+
+
+def test_zero_of_another_world_is_refused_by_name(two_pairs):
+    for result in two_pairs:
+        for case in result["resume"].values():
+            words = ("ValueError: ZeRO has cut", "into 2 parts", "has 4 processes", "hf-cp universal")
+            assert all(word in case["refused"] for word in words), case["refused"]
+            assert "load_best_model_at_end=True does not work" in case["best"], case["best"]
 
 
 def test_stock_model_in_fp32_agrees():

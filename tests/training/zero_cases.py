@@ -11,13 +11,16 @@ import contextlib
 import os
 import sys
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import InitProcessGroupKwargs
 from torch import nn
+from transformers import EvalPrediction
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -26,6 +29,7 @@ from hf_cp.training import ContextParallelPlugin
 from tests.training.fixed_loss import LOSS_2, LOSS_4, make_document, make_fixed_loss_model
 from tests.training.loops import run_loop
 from tests.training.tiny import Record, make_documents, make_model, make_trainer
+from tests.training.zero_resume import go_on, write_checkpoints
 
 LENGTHS = (30, 21, 11, 17, 14, 9, 20, 3, 8, 2, 1, 6, 5)  # 5 rows of 32 tokens
 RING2 = ContextParallelConfig(ring_degree=2)
@@ -38,6 +42,8 @@ DEEPSPEED = {
     "communication_data_type": "fp32",
     "zero_allow_untested_optimizer": True,
 }
+
+BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 
 
 def fresh_state() -> None:
@@ -57,6 +63,13 @@ def whole_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
         return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
+def master_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The whole fp32 weights that ZeRO updates, of which a bf16 run computes with copies."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    return {name: safe_get_full_fp32_param(parameter).clone() for name, parameter in model.named_parameters()}
+
+
 class Line(nn.Module):
     """y = w x with x = rank + 1; its sum of token losses is y."""
 
@@ -74,6 +87,16 @@ def make_plugin(stage: int, accumulation: int = 1):
         gradient_accumulation_steps=accumulation, deepspeed_plugin=plugin.deepspeed_plugin(zero_stage=stage)
     )
     return plugin, accelerator
+
+
+def time_limit_of_the_plugin() -> float:
+    """Seconds; the first call of a process, since that makes the world's group."""
+    plugin = ContextParallelPlugin(RING2)
+    plugin.accelerator(
+        deepspeed_plugin=plugin.deepspeed_plugin(),
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=777))],
+    )
+    return plugin.mesh.timeout.total_seconds()
 
 
 def line_update(stage: int) -> torch.Tensor:
@@ -112,19 +135,30 @@ def unequal_micro_steps(stage: int) -> tuple[float, torch.Tensor]:
     return record.losses[0], whole_parameters(model)["lm_head.weight"]
 
 
+def largest_logit(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return logits.amax(-1)
+
+
+def mean_of_largest(result: EvalPrediction) -> dict[str, float]:
+    return {"largest": result.predictions[result.predictions != -100].mean()}
+
+
 def trainer_run(
     folder: Path | None = None,
     *,
     stage: int = 2,
     config: ContextParallelConfig = RING2,
     zero_settings: dict[str, Any] | None = None,
+    deepspeed_settings: dict[str, Any] | None = None,
     lora: bool = False,
     accumulation: int = 2,
+    family: str = "llama",
+    model_changes: dict[str, Any] | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
     """Trains, evaluates and saves (into `folder`) through the Trainer."""
     fresh_state()
-    model = make_model(lora=lora, dtype=torch.float32)
+    model = make_model(family, lora=lora, dtype=torch.float32, **(model_changes or {}))
     before = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     documents = make_documents(LENGTHS)
     trainer = make_trainer(
@@ -132,14 +166,19 @@ def trainer_run(
         config,
         documents,
         eval_dataset=documents[:5],
-        deepspeed={**DEEPSPEED, "zero_optimization": {"stage": stage, **(zero_settings or {})}},
+        deepspeed={
+            **DEEPSPEED,
+            **(deepspeed_settings or {}),
+            "zero_optimization": {"stage": stage, **(zero_settings or {})},
+        },
         gradient_accumulation_steps=accumulation,
         eval_on_start=True,
         eval_strategy="no",
         **settings,
     )
+    trainer.preprocess_logits_for_metrics, trainer.compute_metrics = largest_logit, mean_of_largest
     trainer.train()
-    eval_loss = trainer.evaluate()["eval_loss"]
+    evaluated, predictions = trainer.evaluate(), trainer.predict(documents).predictions
     if folder is not None:
         trainer.save_model(str(folder))
     log = trainer.state.log_history
@@ -147,8 +186,12 @@ def trainer_run(
         "losses": trainer.step_losses(),
         "grad_norms": [entry["grad_norm"] for entry in log if "grad_norm" in entry],
         "eval_losses": [entry["eval_loss"] for entry in log if "eval_loss" in entry],
-        "eval_loss": eval_loss,
-        "parameters": whole_parameters(model),
+        "eval_loss": evaluated["eval_loss"],
+        "largest": evaluated["eval_largest"],
+        "predictions": predictions,
+        "parameters": master_parameters(model) if settings.get("bf16") else whole_parameters(model),
+        "offloads": trainer.deepspeed.zero_cpu_offload(),
+        "reduce_scatters": trainer.deepspeed.zero_reduce_scatter(),
         "trainable": (before, [name for name, p in model.named_parameters() if p.requires_grad]),
         "train_batch_size": trainer.deepspeed.train_batch_size(),
         "rows_per_step": trainer.get_total_train_batch_size(trainer.args),
@@ -214,8 +257,34 @@ def refusals() -> dict[str, str]:
     return {case.__name__: message(case) for case in cases}
 
 
+def zero_variants() -> dict[str, Any]:
+    """Six steps, with settings that take other paths through DeepSpeed."""
+    offload = {
+        "zero_settings": {"offload_optimizer": {"device": "cpu"}},
+        "deepspeed_settings": {"zero_force_ds_cpu_optimizer": False},  # its own Adam is compiled for minutes
+    }
+    # without the threshold such small parameters stay whole, and reduce_scatter has nothing to do
+    whole_buckets = {"zero_settings": {"reduce_scatter": False, "stage3_param_persistence_threshold": 0}}
+    return {
+        f"{name}{stage}": trainer_run(stage=stage, max_steps=6, **settings)
+        for name, settings in (("plain", {}), ("offload", offload), ("no_reduce_scatter", whole_buckets))
+        for stage in (2, 3)
+    }
+
+
+def bf16_runs() -> dict[str, Any]:
+    """Six steps in bf16 on shared rows, and on whole rows of the same steps."""
+    return {
+        "shared": trainer_run(stage=2, max_steps=6, bf16=True),
+        "whole": trainer_run(
+            stage=2, max_steps=6, bf16=True, config=ContextParallelConfig(force=True), accumulation=1
+        ),
+    }
+
+
 def two_processes(out: Path) -> dict[str, Any]:
     return {
+        "time_limit": time_limit_of_the_plugin(),
         "line": {stage: line_update(stage) for stage in (0, 1, 2, 3)},
         "plugin": {stage: plugin_loop(stage) for stage in (0, 1, 2, 3)},
         "adam": {stage: plugin_loop(stage, optimizer="adam", lr=1e-2) for stage in (0, 2)},
@@ -223,32 +292,43 @@ def two_processes(out: Path) -> dict[str, Any]:
         "trainer": trainer_run(out / "full"),
         "trainer_lora": trainer_run(out / "lora", lora=True),
         "trainer_stages": {stage: trainer_run(stage=stage) for stage in (0, 1, 3)},
+        "variants": zero_variants(),
+        "bf16": bf16_runs(),
+        "resume": write_checkpoints(out),
         "refusals": refusals(),
     }
 
 
-def sharded_run() -> dict[str, Any]:
+def sharded_run(mlp_chunk_tokens: int | None = None, **settings: Any) -> dict[str, Any]:
     """Stage 3 that really gathers: by default, parameters as small as these stay whole on every process.
 
     5 rows over dp 2: in the last micro-step one pair has a masked row, much shorter than that of the other pair. The
     loss is computed in chunks of 4 tokens, and each chunk gathers lm_head, so all must make equally many.
     """
-    config = replace(RING2, loss_chunk_tokens=4)
-    return trainer_run(stage=3, config=config, zero_settings={"stage3_param_persistence_threshold": 0}, accumulation=1)
+    config = replace(RING2, loss_chunk_tokens=4, mlp_chunk_tokens=mlp_chunk_tokens)
+    zero_settings = {"stage3_param_persistence_threshold": 0}
+    return trainer_run(stage=3, config=config, zero_settings=zero_settings, accumulation=1, **settings)
 
 
-def four_processes(out: Path) -> dict[str, Any]:
+def four_processes(out: Path, first: Path) -> dict[str, Any]:
+    """`first` is where two processes have left their checkpoints."""
     return {
+        "resume": go_on(first),
         "trainer": trainer_run(out / "full"),
         "clipped": trainer_run(out / "clipped", max_grad_norm=0.1),
+        "clipped_sharded": trainer_run(
+            stage=3, max_grad_norm=0.1, zero_settings={"stage3_param_persistence_threshold": 0}
+        ),
         "sharded": sharded_run(),
+        "sharded_saving": sharded_run(mlp_chunk_tokens=4, activation_checkpointing=True),
+        "experts": sharded_run(family="mixtral", model_changes=BALANCED | {"experts_implementation": "grouped_mm"}),
     }
 
 
 def main() -> None:
     torch.set_num_threads(1)
     out = Path(sys.argv[1])
-    results = two_processes(out) if os.environ["WORLD_SIZE"] == "2" else four_processes(out)
+    results = two_processes(out) if os.environ["WORLD_SIZE"] == "2" else four_processes(out, first=Path(sys.argv[2]))
     torch.save(results, out / f"rank{dist.get_rank()}.pt")
     dist.barrier()
     dist.destroy_process_group()

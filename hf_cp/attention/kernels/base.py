@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import torch
 
-from hf_cp.sequence.tiles import Tile, cut_for_causal_kernel
+from hf_cp.sequence.tiles import Tile, are_side_by_side, cut_for_causal_kernel, join_for_varlen_kernel
 
 Rows = slice | torch.Tensor
 
@@ -48,6 +48,15 @@ class TileGroup:
         return self.tiles[0]
 
 
+class TensorKind(NamedTuple):
+    """What decides whether a kernel can run: where the tensors are, their type and their head sizes."""
+
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int  # of queries and keys
+    value_dim: int
+
+
 class Kernel(Protocol):
     """Attention of a group of tiles, with its log-sum-exp, forward and backward."""
 
@@ -57,8 +66,9 @@ class Kernel(Protocol):
     varlen: bool
     """Takes several tiles in one call."""
 
-    def check(self, q: torch.Tensor, v: torch.Tensor) -> None:
-        """Raises ValueError if the kernel cannot run on this dtype, device or head size."""
+    @classmethod
+    def refusal(cls, kind: TensorKind) -> str | None:
+        """Why the kernel cannot run on such tensors, or is not installed: "runs ..., got ..."; None if it can."""
 
     def forward(
         self,
@@ -92,24 +102,7 @@ def plan_calls(tiles: Sequence[Tile], kernel: Kernel, device: torch.device) -> l
         tiles = [part for tile in tiles for part in cut_for_causal_kernel(tile)]
     if not kernel.varlen:
         return [TileGroup((tile,), tile.q_slots, tile.k_slots) for tile in tiles]
-    groups: list[list[Tile]] = []
-    for tile in tiles:
-        open_groups = (group for group in groups if _can_follow(group[-1], tile))
-        group = next(open_groups, None)
-        if group is None:
-            groups.append([tile])
-        else:
-            group.append(tile)
-    return [_make_group(group, device) for group in groups]
-
-
-def _can_follow(previous: Tile, tile: Tile) -> bool:
-    """The same band, and rows that come later: so all rows of a group differ, and keep their order."""
-    return (
-        (previous.left, previous.right) == (tile.left, tile.right)
-        and previous.q_start + previous.q_len <= tile.q_start
-        and previous.k_start + previous.k_len <= tile.k_start
-    )
+    return [_make_group(group, device) for group in join_for_varlen_kernel(tiles)]
 
 
 def _make_group(tiles: Sequence[Tile], device: torch.device) -> TileGroup:
@@ -122,6 +115,6 @@ def _make_group(tiles: Sequence[Tile], device: torch.device) -> TileGroup:
 
 def _rows(slots: Sequence[slice], device: torch.device) -> Rows:
     """One slice if the slots are side by side (a view), else their numbers (a copy)."""
-    if all(a.stop == b.start for a, b in pairwise(slots)):
+    if are_side_by_side(slots):
         return slice(slots[0].start, slots[-1].stop)
     return torch.cat([torch.arange(s.start, s.stop) for s in slots]).to(device)

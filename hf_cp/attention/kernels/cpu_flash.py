@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_cp.attention.kernels.base import TileGroup
+from hf_cp.attention.kernels.base import TensorKind, TileGroup
 from hf_cp.sequence.tiles import Tile
 
 
@@ -20,12 +20,13 @@ class CpuFlashKernel:
     bands = False
     varlen = False
 
-    def check(self, q: torch.Tensor, v: torch.Tensor) -> None:
-        if v.shape[-1] != q.shape[-1]:
-            raise ValueError(
-                f"kernel='sdpa' needs one head size, got {q.shape[-1]} for queries and {v.shape[-1]} for values. "
-                "Use kernel='eager'."
-            )
+    @classmethod
+    def refusal(cls, kind: TensorKind) -> str | None:
+        if kind.device.type != "cpu":
+            return f"runs on cpu and cuda, got {kind.device.type}"
+        if kind.head_dim != kind.value_dim:
+            return f"needs one head size, got {kind.head_dim} for queries and {kind.value_dim} for values"
+        return None
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, group: TileGroup, scale: float

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_cp.attention.kernels.base import TileGroup
+from hf_cp.attention.kernels.base import TensorKind, TileGroup
 from hf_cp.attention.merge import accumulator_dtype
 from hf_cp.sequence.tiles import Tile
 
@@ -16,7 +16,8 @@ class EagerKernel:
     bands = True
     varlen = False
 
-    def check(self, q: torch.Tensor, v: torch.Tensor) -> None:
+    @classmethod
+    def refusal(cls, kind: TensorKind) -> str | None:
         """Runs on everything."""
 
     def forward(

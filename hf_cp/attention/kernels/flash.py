@@ -10,34 +10,36 @@ import importlib.util
 
 import torch
 
-from hf_cp.attention.kernels.base import TileGroup
+from hf_cp.attention.kernels.base import TensorKind, TileGroup
 
 _DTYPES = (torch.float16, torch.bfloat16)
 _HEAD_SIZES = range(8, 257, 8)
+_AMPERE = 8  # compute capability
 NO_BOUND = -1  # flash-attn's way to write None
 
 
-class _FlashKernel:
-    """What the two have in common."""
+class FlashKernel:
+    """What the flash kernels for CUDA have in common."""
 
     name: str
     bands = True
     varlen = True
 
-    def check(self, q: torch.Tensor, v: torch.Tensor) -> None:
-        if q.device.type != "cuda" or q.dtype not in _DTYPES:
-            raise ValueError(
-                f"kernel={self.name!r} runs fp16 and bf16 on CUDA, got {q.dtype} on {q.device.type}. Use bf16, or "
-                "kernel='eager' for short rows."
+    @classmethod
+    def refusal(cls, kind: TensorKind) -> str | None:
+        if kind.device.type != "cuda" or kind.dtype not in _DTYPES:
+            return f"runs fp16 and bf16 on CUDA, got {kind.dtype} on {kind.device.type}"
+        if kind.head_dim != kind.value_dim or kind.head_dim not in _HEAD_SIZES:
+            return (
+                f"needs one head size, a multiple of 8 up to 256, got {kind.head_dim} for queries and "
+                f"{kind.value_dim} for values"
             )
-        if q.shape[-1] != v.shape[-1] or q.shape[-1] not in _HEAD_SIZES:
-            raise ValueError(
-                f"kernel={self.name!r} needs one head size, a multiple of 8 up to 256, got {q.shape[-1]} for queries "
-                f"and {v.shape[-1]} for values. Use kernel='eager'."
-            )
+        if torch.version.hip is None and torch.cuda.get_device_capability(kind.device)[0] < _AMPERE:
+            return f"needs an Ampere GPU or a later one, got {torch.cuda.get_device_name(kind.device)}"
+        return None
 
 
-class AtenFlashKernel(_FlashKernel):
+class AtenFlashKernel(FlashKernel):
     """`aten::_flash_attention_forward`, part of every CUDA build of PyTorch."""
 
     name = "sdpa"
@@ -50,7 +52,7 @@ class AtenFlashKernel(_FlashKernel):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, group: TileGroup, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse, *_ = self._forward(q, k, v, *group.varlen, 0.0, False, False, scale=scale, **_aten_window(group))
-        return out, _rows_first(lse)
+        return out, rows_first(lse)
 
     def backward(
         self,
@@ -73,30 +75,31 @@ class AtenFlashKernel(_FlashKernel):
         )
 
 
-class FlashAttnKernel(_FlashKernel):
+class FlashAttnKernel(FlashKernel):
     """The `flash_attn` package, version 2.7 or later; its backward pass can be deterministic."""
 
     name = "flash_attn"
 
     def __init__(self):
-        if not flash_attn_is_installed():
-            raise ValueError(
-                "kernel='flash_attn' needs the flash-attn package, which is not installed: pip install 'hf-cp[flash]' "
-                "or use kernel='sdpa' (PyTorch's own)."
-            )
         from flash_attn import flash_attn_interface
 
         self._forward = flash_attn_interface._flash_attn_varlen_forward
         self._backward = flash_attn_interface._flash_attn_varlen_backward
 
+    @classmethod
+    def refusal(cls, kind: TensorKind) -> str | None:
+        if not flash_attn_is_installed():
+            return "needs the flash-attn package, which is not installed (pip install 'hf-cp[flash]')"
+        return super().refusal(kind)
+
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, group: TileGroup, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        left, right = _window(group)
+        left, right = window_bounds(group)
         out, lse, *_ = self._forward(
             q, k, v, *group.varlen, 0.0, scale, False, window_size_left=left, window_size_right=right
         )
-        return out, _rows_first(lse)
+        return out, rows_first(lse)
 
     def backward(
         self,
@@ -110,7 +113,7 @@ class FlashAttnKernel(_FlashKernel):
         group: TileGroup,
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        left, right = _window(group)
+        left, right = window_bounds(group)
         grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         rows = (grad_out.contiguous(), q, k, v, out, lse.T.contiguous())
         self._backward(
@@ -126,16 +129,16 @@ def flash_attn_is_installed() -> bool:
     return importlib.util.find_spec("flash_attn") is not None
 
 
-def _window(group: TileGroup) -> tuple[int, int]:
+def window_bounds(group: TileGroup) -> tuple[int, int]:
     """The band in flash-attn's numbers: it is bottom-right aligned there too."""
     return tuple(NO_BOUND if bound is None else bound for bound in (group.tile.left, group.tile.right))
 
 
 def _aten_window(group: TileGroup) -> dict[str, int]:
-    left, right = _window(group)
+    left, right = window_bounds(group)
     return {"window_size_left": left, "window_size_right": right}
 
 
-def _rows_first(lse: torch.Tensor) -> torch.Tensor:
+def rows_first(lse: torch.Tensor) -> torch.Tensor:
     """[H, N] -> [N, H]; flash-attn writes +inf for a row that sees no key, we write -inf."""
     return lse.T.masked_fill(lse.T == torch.inf, -torch.inf)

@@ -1,0 +1,270 @@
+"""Rows from a stream: a data set that can only be read forwards, and is too large to be held or packed as a whole.
+
+Every rank reads the same stream. It takes `buffer_documents` documents at a time, packs them (best fit), maybe
+permutes the rows by (seed, buffer number), and deals them in steps as the packed loader does. So which rows an
+optimizer step sees depends on the stream and the seed, and not on the number of ranks. Before a micro-step all ranks
+compare a hash of the rows that *all* of them are about to take: a stream that is split by rank, or read in another
+order somewhere, ends the run at once.
+
+A stream that ends begins again (with `set_epoch`, if it has that); rows are carried over, so no row is left out and
+none is made up. Training ends with `max_steps`. To resume, the stream is read again up to the saved place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from torch.utils.data import DataLoader, IterableDataset
+
+from hf_cp.data.collator import DataCollatorForContextParallel
+from hf_cp.data.documents import Document
+from hf_cp.data.loader import RowOutcome, agreed_batch, plain_error
+from hf_cp.data.order import even_out
+from hf_cp.data.position import LoaderPosition
+from hf_cp.parallel.mesh import ContextParallelMesh
+from hf_cp.sequence.packing import pack_documents
+
+logger = logging.getLogger(__name__)
+
+BUFFER_DOCUMENTS = 1000
+
+
+@dataclass(frozen=True)
+class StreamSettings:
+    """What decides which rows come out of a stream, beside the stream itself.
+
+    Args:
+        max_tokens (`int`): the longest row.
+        overflow (`str`): what happens to longer documents.
+        buffer_documents (`int`): features that are read and packed at a time.
+        shuffle (`bool`): permute the rows of a buffer.
+        seed (`int`): not negative.
+
+    Raises:
+        ValueError: rows are not packed, or the buffer is empty.
+    """
+
+    max_tokens: int
+    overflow: str
+    buffer_documents: int
+    shuffle: bool
+    seed: int
+
+    def __post_init__(self):
+        if self.max_tokens is None:
+            raise ValueError(
+                "A stream needs max_tokens: its documents are packed into rows as they come.\n"
+                "  Set max_tokens in DataCollatorForContextParallel."
+            )
+        if self.buffer_documents < 1:
+            raise ValueError(
+                f"buffer_documents={self.buffer_documents} leaves nothing to pack. Use a positive number, e.g. "
+                f"{BUFFER_DOCUMENTS}."
+            )
+
+    @property
+    def digest(self) -> str:
+        """Equal for two runs exactly if they make the same rows of one stream."""
+        return hashlib.blake2b(repr(self).encode(), digest_size=16).hexdigest()
+
+
+def is_stream(dataset: Any) -> bool:
+    """Whether `dataset` can only be read forwards."""
+    return isinstance(dataset, IterableDataset) or (
+        dataset is not None and hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
+    )
+
+
+class StreamRows(IterableDataset):
+    """This rank's outcome of every micro-step, for ever.
+
+    Args:
+        stream (iterable): features; every iteration must give the same ones.
+        collator (`DataCollatorForContextParallel`): of this rank.
+        settings (`StreamSettings`): how rows are made.
+        dp_rank, dp_size, rows_per_step: see [`RowOrder`].
+    """
+
+    def __init__(
+        self,
+        stream: Iterable[Any],
+        *,
+        collator: DataCollatorForContextParallel,
+        settings: StreamSettings,
+        dp_rank: int,
+        dp_size: int,
+        rows_per_step: int,
+    ):
+        self.stream, self.collator, self.settings = stream, collator, settings
+        self.dp_rank, self.dp_size, self.rows_per_step = dp_rank, dp_size, rows_per_step
+
+    def __iter__(self) -> Iterator[RowOutcome]:
+        return self.outcomes(0)
+
+    def outcomes(self, start: int) -> Iterator[RowOutcome]:
+        """From micro-step `start` on; rows before it are read and packed, but no batch is made of them."""
+        step = 0
+        try:
+            for rows in self._micro_steps():
+                if step >= start:
+                    batch, _ = self.collator.collate(rows[self.dp_rank])
+                    yield RowOutcome(step, batch, _digest(rows))
+                step += 1
+        except Exception as error:
+            yield RowOutcome(step, error=plain_error(error))
+
+    def _micro_steps(self) -> Iterator[list[list[Document]]]:
+        """The rows of each micro-step, one per dp rank."""
+        rows = self._rows()
+        while True:
+            window = list(itertools.islice(rows, self.rows_per_step))
+            costs = [sum(len(document) * (len(document) + 1) // 2 for document in row) for row in window]
+            order = even_out(range(len(window)), costs, self.dp_size)
+            for start in range(0, len(order), self.dp_size):
+                yield [window[number] for number in order[start : start + self.dp_size]]
+
+    def _rows(self) -> Iterator[list[Document]]:
+        for number, documents in enumerate(self._buffers()):
+            rows = pack_documents([len(document) for document in documents], self.settings.max_tokens)
+            if self.settings.shuffle:
+                order = np.random.default_rng([self.settings.seed, number]).permutation(len(rows))
+                rows = [rows[index] for index in order]
+            for row in rows:
+                yield [documents[index] for index in row]
+
+    def _buffers(self) -> Iterator[Sequence[Document]]:
+        """Documents of one buffer after the other; a last short one ends a pass over the stream."""
+        for epoch in itertools.count():
+            if hasattr(self.stream, "set_epoch"):
+                self.stream.set_epoch(epoch)
+            features = iter(self.stream)
+            for number in itertools.count():
+                buffer = list(itertools.islice(features, self.settings.buffer_documents))
+                if not buffer and number == 0:
+                    raise ValueError(
+                        f"The stream {type(self.stream).__name__} gives no document in pass {epoch}.\n  Pass a data "
+                        "set that can be iterated again, not an iterator that is used up."
+                    )
+                if not buffer:
+                    break
+                yield self._prepare(buffer, first=number * self.settings.buffer_documents, epoch=epoch)
+
+    def _prepare(self, buffer: list[Any], *, first: int, epoch: int) -> Sequence[Document]:
+        try:
+            return self.collator.prepare(buffer).documents
+        except ValueError as error:
+            place = f"In the {len(buffer)} features of the stream from number {first:,} on (pass {epoch}): "
+            raise ValueError(place + str(error)) from error
+
+
+def _digest(rows: Sequence[Sequence[Document]]) -> int:
+    """A signed 64-bit hash of the rows of all dp ranks."""
+    digest = hashlib.blake2b(digest_size=8)
+    for document in itertools.chain.from_iterable(rows):
+        digest.update(len(document).to_bytes(8, "big"))
+        digest.update(document.input_ids)
+        if document.labels is not document.input_ids:
+            digest.update(document.labels)
+    return int.from_bytes(digest.digest(), "big", signed=True)
+
+
+class StreamDataLoader(DataLoader):
+    """Batches of this process from a stream, for ever; one row per micro-step and dp rank.
+
+    Taking a batch is collective, as with [`ContextParallelDataLoader`]. The stream is read in this process (a worker
+    would read it a second time).
+
+    Args:
+        stream (iterable): features, the same in the same order on every rank and in every iteration: an
+            `IterableDataset` of torch or `datasets`, not split by rank.
+        collator (`DataCollatorForContextParallel`): with `max_tokens`.
+        mesh (`ContextParallelMesh`): gives dp and cp ranks, and carries the status exchange.
+        shuffle (`bool`, *optional*, defaults to `False`): permute the rows of each buffer; documents further apart do
+            not meet (let the stream shuffle itself with a seed for that).
+        seed (`int`, *optional*, defaults to 0): not negative, the same on all ranks.
+        rows_per_step (`int`, *optional*): dp_size x accumulation steps (default: dp_size).
+        buffer_documents (`int`, *optional*, defaults to 1000): features that are read, held and packed at a time.
+
+    Raises:
+        ValueError: the collator has no `max_tokens`, or an argument is out of range.
+    """
+
+    _is_accelerate_prepared = True
+    use_stateful_dataloader = True
+
+    def __init__(
+        self,
+        stream: Iterable[Any],
+        *,
+        collator: DataCollatorForContextParallel,
+        mesh: ContextParallelMesh,
+        shuffle: bool = False,
+        seed: int = 0,
+        rows_per_step: int | None = None,
+        buffer_documents: int = BUFFER_DOCUMENTS,
+    ):
+        self._mesh = mesh
+        self._start_step = self._next_step = 0
+        settings = StreamSettings(collator.max_tokens, collator.overflow, buffer_documents, shuffle, seed)
+        rows = StreamRows(
+            stream,
+            collator=collator.for_rank(mesh),
+            settings=settings,
+            dp_rank=mesh.dp_rank,
+            dp_size=mesh.dp_size,
+            rows_per_step=mesh.dp_size if rows_per_step is None else rows_per_step,
+        )
+        super().__init__(rows, batch_size=1, collate_fn=self._collate_rows)
+
+    def skip(self, num_steps: int) -> StreamDataLoader:
+        """The next iteration leaves out its first `num_steps` micro-steps; returns the loader."""
+        if num_steps < 0:
+            raise ValueError(f"Cannot skip {num_steps} micro-steps. Use 0 or more.")
+        self._start_step = self._next_step = num_steps
+        return self
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        start, self._start_step = self._start_step, 0
+        self._next_step = start
+        return (self._collate_rows([outcome]) for outcome in self.dataset.outcomes(start))
+
+    def _collate_rows(self, outcomes: list[RowOutcome]) -> dict[str, Any]:
+        """Hands out a batch, after all ranks have said that they are about to take the same rows."""
+        (outcome,) = outcomes
+        batch = agreed_batch("part of the stream", outcome, mesh=self._mesh, scope="world")
+        self._next_step = outcome.step + 1
+        return batch
+
+    @property
+    def position(self) -> LoaderPosition:
+        """Where the loader is, with what that depends on; equal on all ranks. (A stream's contents are not known.)"""
+        rows = self.dataset
+        return LoaderPosition(
+            epoch=0,
+            next_step=self._next_step,
+            dp_size=rows.dp_size,
+            rows_per_step=rows.rows_per_step,
+            rows_per_epoch=None,
+            shuffle=rows.settings.shuffle,
+            seed=rows.settings.seed,
+            group_by_cost=False,
+            data_digest=rows.settings.digest,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """[`StreamDataLoader.position`] as plain values."""
+        return asdict(self.position)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The next iteration reads the stream up to the saved place and goes on there.
+
+        Raises:
+            ValueError: rows are made or counted in another way than in the saved run.
+        """
+        self.skip(LoaderPosition.load(state).next_step_in(self.position))

@@ -1,0 +1,98 @@
+"""TRL's trainers: SFTTrainer runs on shared rows, the others are refused.
+
+SFTTrainer needs no loss of ours. Its head takes the decoder's hidden states and the batch's `shift_labels`, which were
+shifted before the row was split, and returns the log-probability of every local target; it adds them up, divides by
+the targets of the whole step and multiplies by W, as the Trainer does. Attention inside the decoder is ours, since the
+layout travels with the batch. So each of its loss types that is a sum over tokens stays exact, and so do its token
+accuracy and entropy, which it adds up over all processes.
+
+TRL is never imported here: a trainer's class knows where it comes from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from accelerate.logging import get_logger
+from transformers import Trainer
+
+from hf_cp.models.patch import apply_context_parallel, context_parallel_state, remove_context_parallel
+
+logger = get_logger(__name__)
+
+
+def trl_class(trainer_class: type) -> type | None:
+    """The TRL class that `trainer_class` is, or stands on most directly; `None` if there is none."""
+    return next((c for c in trainer_class.__mro__ if c.__module__.split(".")[0] == "trl"), None)
+
+
+def is_sft(trainer_class: type) -> bool:
+    """Whether it trains as TRL's SFTTrainer does (its subclasses for distillation do not)."""
+    found = trl_class(trainer_class)
+    return found is not None and found.__name__ == "SFTTrainer"
+
+
+def check_trainer_class(trainer_class: type, *, cp_size: int) -> None:
+    """Refuses trainers whose loss is not a sum over the tokens of documents.
+
+    Raises:
+        ValueError: it is a trainer of TRL for preference pairs, rewards, rollouts or distillation.
+    """
+    found = trl_class(trainer_class)
+    if found is None or is_sft(trainer_class):
+        return
+    raise ValueError(
+        f"{trainer_class.__name__} is TRL's {found.__name__}, which does not run on packed or shared rows "
+        f"(cp_size={cp_size}): it compares or scores whole sequences, and a rank holds only parts of them.\n"
+        "  Supported are transformers.Trainer and trl.SFTTrainer. For preference pairs, rewards, rollouts and "
+        "distillation leave the model unpatched and the trainer its own collator."
+    )
+
+
+def joins_rows_itself(trainer_class: type, args: Any) -> bool:
+    """Whether SFTTrainer takes no collator but its own, because it joins documents without padding.
+
+    The rows that it has packed say in `seq_lengths` which documents they hold, so our collator reads them as well.
+    """
+    if not is_sft(trainer_class):
+        return False
+    packs = getattr(args, "packing", False) and getattr(args, "packing_strategy", None) != "wrapped"
+    return bool(getattr(args, "padding_free", False) or packs)
+
+
+def complete_sft(trainer: Trainer, *, max_tokens: int | None) -> None:
+    """Run when SFTTrainer has been built: by then adapters and its head stand around the patched model.
+
+    Args:
+        trainer (`SFTTrainer`): on rows of ours.
+        max_tokens (`int`, *optional*): longest row of the collator.
+
+    Raises:
+        ValueError: the adapters cannot be split along the sequence, or a load-balancing loss is on.
+    """
+    state, args = context_parallel_state(trainer.model), trainer.args
+    if state is not None:  # anew, so that the patch is outermost and sees every call; it checks the adapters, too
+        apply_context_parallel(remove_context_parallel(trainer.model), state.mesh)
+    if trainer.aux_loss_enabled:
+        raise ValueError(
+            f"SFTTrainer adds a load-balancing loss (coefficient {trainer.router_aux_loss_coef}), which it takes from "
+            "the local tokens alone.\n"
+            "  Set router_aux_loss_coef=0.0 in SFTConfig, or use ContextParallelTrainer: its loss is that of the row."
+        )
+    is_cut = args.max_length is not None and not (args.dataset_kwargs or {}).get("skip_prepare_dataset")
+    if is_cut and max_tokens is not None and args.max_length < max_tokens:
+        logger.warning(
+            f"SFTConfig(max_length={args.max_length}) cuts documents to {args.max_length} tokens before they are "
+            f"packed into rows of {max_tokens}. Set max_length=None to keep them whole."
+        )
+
+
+@contextmanager
+def exact_token_count(trainer: Trainer, num_tokens: int) -> Iterator[None]:
+    """Inside, SFTTrainer trains a micro-step and counts every slot of every shard; it is left with `num_tokens`."""
+    before = trainer._total_train_tokens
+    yield
+    trainer._total_train_tokens = before + num_tokens
+    trainer._metrics["train"]["num_tokens"] = [trainer._total_train_tokens]
