@@ -54,7 +54,7 @@ quickstart: $(DEMO) ## fine-tune a real model on two CPU processes and prove the
 	@find $(TORCH_EXTENSIONS_DIR) -name lock -type f -delete
 	@$(BIN)/python examples/prepare_quickstart.py
 	@DS_ACCELERATOR=cpu $(RUN) $(BIN)/accelerate launch --config_file $(RECIPE)/accelerate.yaml \
-	examples/finetune_lora.py $(RECIPE)/train.yaml
+	examples/finetune.py $(RECIPE)/train.yaml
 
 test: lint ## lint, then the whole test suite
 	@mkdir -p $(TORCH_EXTENSIONS_DIR)

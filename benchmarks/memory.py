@@ -10,6 +10,7 @@ of the rank that has most, in MiB and without parameters and their gradients:
 - host: of what is kept, moved to host memory (`offload`); it is not in the first two numbers;
 - sent, transfers: by one rank in the step.
 
+The row is 8 documents, each cut over all ranks (zigzag): the bytes of one long document, an eighth of its work.
 Offloading needs an accelerator for its pinned memory. Here a stand-in moves the same tensors out of torch's sight.
 """
 
@@ -35,6 +36,7 @@ from hf_cp.models.patch import context_parallel_state
 MIB = 2**20
 DEGREES = {"one process": (1, 1), "ring 2": (2, 1), "ulysses 2": (1, 2)}
 MLP_CHUNK_TOKENS = 512
+NUM_DOCUMENTS = 8
 
 
 class Variant(NamedTuple):
@@ -83,7 +85,7 @@ class OnHost(torch.autograd.graph.saved_tensors_hooks):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--tokens", type=int, default=8192, help="a multiple of 8")
     parser.add_argument("--hidden-size", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--output", type=Path, default=None, help="write OUTPUT.json")
@@ -121,14 +123,18 @@ def measure_all(degrees: list[str], num_tokens: int, hidden_size: int, num_layer
 def step(model_config: LlamaConfig, degrees: tuple[int, int], variant: Variant, num_tokens: int) -> Measured:
     config = ContextParallelConfig(
         *degrees,
+        layout="zigzag",
         force=True,
         keep_attention=variant.keep_attention,
         mlp_chunk_tokens=MLP_CHUNK_TOKENS if variant.chunked_mlp else None,
     )
     torch.manual_seed(0)
     model = apply_context_parallel(LlamaForCausalLM(model_config), config).train()
-    mesh, layout = context_parallel_state(model).mesh, SequenceLayout([num_tokens], config)
-    ids = layout.shard(torch.randint(0, model_config.vocab_size, (num_tokens,)), mesh.cp_rank).unsqueeze(0)
+    mesh, layout = (
+        context_parallel_state(model).mesh,
+        SequenceLayout([num_tokens // NUM_DOCUMENTS] * NUM_DOCUMENTS, config),
+    )
+    ids = layout.shard(torch.randint(0, model_config.vocab_size, (layout.num_tokens,)), mesh.cp_rank).unsqueeze(0)
     batch = {"input_ids": ids, "labels": ids, "shift_labels": ids, "hf_cp_layout": layout}
     with (
         patch("transformers.modeling_utils.save_on_cpu", OnHost),
@@ -136,8 +142,8 @@ def step(model_config: LlamaConfig, degrees: tuple[int, int], variant: Variant, 
     ):
         if variant.checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False}, offload=variant.offload)
-        model(**batch).loss.backward()  # makes gradients and the row's schedules, which stay
-        mesh.traffic.reset()
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
         OnHost.packed_bytes = 0
         measured = tracked(model, lambda: model(**batch).loss)
     sent = mesh.traffic.ring_bytes + mesh.traffic.ulysses_bytes

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental._context_parallel import _attention as torch_cp
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -69,3 +70,51 @@ def hand_written_ulysses(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grou
     heads = [_Trade.apply(x, group, True).transpose(0, 1).unsqueeze(0) for x in (q, k, v)]
     out = scaled_dot_product_attention(*heads, is_causal=True)
     return _Trade.apply(out[0].transpose(0, 1), group, False)
+
+
+def register_cpu_flash() -> None:
+    """Lets PyTorch's `context_parallel` run on the CPU: its flash operators go to PyTorch's own ring templates."""
+    operators = torch.ops.aten
+    forward = operators._scaled_dot_product_flash_attention_for_cpu.default
+    backward = operators._scaled_dot_product_flash_attention_for_cpu_backward.default
+    torch_cp.custom_ops[forward] = _ring_forward
+    torch_cp.custom_ops[backward] = _ring_backward
+
+
+def _ring_forward(_, args: tuple, kwargs: dict) -> tuple[DTensor, DTensor]:
+    """query, key, value [, dropout_p, is_causal] and options, sharded over tokens."""
+    names = ("query", "key", "value", "dropout_p", "is_causal")
+    options = dict(zip(names, args, strict=False)) | kwargs
+    query, key, value = (options.pop(name) for name in names[:3])
+    results = torch_cp._templated_ring_attention(
+        query.device_mesh.get_group(),
+        2,
+        _flash,
+        *(x.to_local() for x in (query, key, value)),
+        is_causal=options.get("is_causal", False),
+        dropout_p=options.get("dropout_p", 0.0),
+        scale=options.get("scale"),
+    )
+    return tuple(_like(result, query) for result in results)
+
+
+def _ring_backward(_, args: tuple, kwargs: dict) -> tuple[DTensor, ...]:
+    """grad_out, query, key, value, out, logsumexp, dropout_p, is_causal and options."""
+    query, (*_, dropout_p, is_causal) = args[1], args[:8]
+    local = [x.to_local() for x in args[:6]]
+    grads = torch_cp._templated_ring_attention_backward(
+        query.device_mesh.get_group(),
+        2,
+        _flash_backward,
+        local[0],
+        "grad_out",
+        *local[1:],
+        is_causal=is_causal,
+        dropout_p=dropout_p,
+        scale=kwargs.get("scale"),
+    )
+    return tuple(_like(grad, query) for grad in grads[:3])
+
+
+def _like(local: torch.Tensor, sharded: DTensor) -> DTensor:
+    return DTensor.from_local(local, sharded.device_mesh, sharded.placements, run_check=False)

@@ -12,6 +12,7 @@ import pytest
 
 import hf_cp
 from hf_cp.tools.cli import main
+from hf_cp.tools.recipes import SCRIPTS
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -22,6 +23,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     files = [ROOT / name for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE")]
+    files += [ROOT / "examples" / name for name in SCRIPTS]
     files += [path for part in ("hf_cp", "recipes") for path in (ROOT / part).rglob("*") if path.is_file()]
     for path in files:
         if path.exists() and "__pycache__" not in path.parts:
@@ -47,8 +49,11 @@ def test_the_wheel_has_every_module_and_the_type_marker(wheel: zipfile.ZipFile) 
 def test_the_wheel_has_every_recipe(wheel: zipfile.ZipFile) -> None:
     prefix = f"hf_cp-{hf_cp.__version__}.data/data/share/hf_cp/"
     shipped = {name.removeprefix(prefix) for name in wheel.namelist() if name.startswith(prefix)}
-    recipes = {str(path.relative_to(ROOT)) for path in (ROOT / "recipes").rglob("*") if path.is_file()}
-    assert recipes and shipped == recipes, "list each recipe folder under [options.data_files] in setup.cfg"
+    recipes = {
+        str(path.relative_to(ROOT)) for path in (ROOT / "recipes").glob("*/*") if "__pycache__" not in path.parts
+    }
+    scripts = {f"examples/{name}" for name in SCRIPTS}
+    assert recipes and shipped == recipes | scripts, "list each recipe folder under [options.data_files] in setup.cfg"
 
 
 def test_the_wheel_names_its_command_license_and_extras(wheel: zipfile.ZipFile) -> None:

@@ -42,7 +42,7 @@ SUMMARY_KEYS = (
     "peak_memory_gib",
 )
 
-script = load("finetune_lora.py")
+script = load("finetune.py")
 every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
 
 
@@ -193,7 +193,7 @@ def quickstart(tmp_path_factory) -> tuple[Path, list[str], Finished]:
 def launch(options: list[str]) -> Finished:
     """What `make quickstart` runs, with other options."""
     return accelerate_launch(
-        QUICKSTART / "accelerate.yaml", "finetune_lora.py", str(QUICKSTART / "train.yaml"), *options, timeout=500
+        QUICKSTART / "accelerate.yaml", "finetune.py", str(QUICKSTART / "train.yaml"), *options, timeout=500
     )
 
 
@@ -265,7 +265,7 @@ def test_ulysses_2_is_refused_with_the_reason_and_nothing_is_written(quickstart,
 def test_one_process_is_refused(quickstart, tmp_path):
     """Without the launcher the recipe's two processes do not run: no silent training on one."""
     _, options, _ = quickstart
-    command = [str(ROOT / "examples" / "finetune_lora.py"), str(QUICKSTART / "train.yaml"), *options]
+    command = [str(ROOT / "examples" / "finetune.py"), str(QUICKSTART / "train.yaml"), *options]
     finished = run([*command, "--output_dir", str(tmp_path / "out")], timeout=200)
     assert finished.status == 2 and "2 processes are expected, but 1 run together" in finished.output
     assert "Traceback" not in finished.output and not (tmp_path / "out").exists()

@@ -94,6 +94,7 @@ class ShardAttention(torch.autograd.Function):
         grad_kv = torch.zeros((len(k), 2, *k.shape[1:]), dtype=accumulator_dtype(k.dtype), device=k.device)
         ctx.engine.backward(state, k, v, grad_kv, ctx.call)
         grad_k, grad_v = grad_kv.to(k.dtype).unbind(1)
+        ctx.call.mesh.traffic.note_attention()
         return state.grad_q().to(q.dtype), grad_k, grad_v, None, None, None
 
 

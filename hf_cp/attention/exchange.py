@@ -18,6 +18,7 @@ from hf_cp.attention.kernels import TileGroup
 from hf_cp.attention.merge import accumulator_dtype
 from hf_cp.attention.tiles import TileBackward, TileForward
 from hf_cp.parallel.collectives import Transfer, start_exchange
+from hf_cp.parallel.ranges import named_range
 from hf_cp.sequence.plan import renumber_keys
 
 
@@ -36,10 +37,12 @@ class Exchange:
     def forward(self, state: TileForward, k: torch.Tensor, v: torch.Tensor, call: Call) -> None:
         schedule = _schedule(call)
         transfer = _start_fetch(k, v, schedule, call)
-        state.add(k, v, schedule.early_calls + schedule.late_calls)
+        with named_range("hf_cp/exchange/own"):
+            state.add(k, v, schedule.early_calls + schedule.late_calls)
         if transfer is not None:
             kv = transfer.wait()  # [M, 2, G, D]
-            state.add(kv[:, 0], kv[:, 1], schedule.calls)
+            with named_range("hf_cp/exchange/received"):
+                state.add(kv[:, 0], kv[:, 1], schedule.calls)
 
     def backward(
         self, state: TileBackward, k: torch.Tensor, v: torch.Tensor, grad_kv: torch.Tensor, call: Call
@@ -47,11 +50,14 @@ class Exchange:
         schedule = _schedule(call)
         transfer = _start_fetch(k, v, schedule, call)
         if transfer is None:
-            state.add(k, v, grad_kv, schedule.early_calls + schedule.late_calls)
+            with named_range("hf_cp/exchange/grad_own"):
+                state.add(k, v, grad_kv, schedule.early_calls + schedule.late_calls)
             return
-        state.add(k, v, grad_kv, schedule.early_calls)  # while keys and values come
+        with named_range("hf_cp/exchange/grad_own"):
+            state.add(k, v, grad_kv, schedule.early_calls)  # while keys and values come
         home = _send_home(_visit(state, transfer.wait(), schedule), schedule, call)
-        state.add(k, v, grad_kv, schedule.late_calls)  # while they travel
+        with named_range("hf_cp/exchange/grad_own"):
+            state.add(k, v, grad_kv, schedule.late_calls)  # while they travel
         rows, parts = (x.split(schedule.sent) for x in (schedule.sent_rows, home.wait()))
         for rank_rows, part in zip(rows, parts, strict=True):
             # one rank at a time: a row may be in several parts, and the order of the sum must not change
@@ -69,7 +75,8 @@ def _start_fetch(k: torch.Tensor, v: torch.Tensor, schedule: ExchangeSchedule, c
 def _visit(state: TileBackward, kv: torch.Tensor, schedule: ExchangeSchedule) -> torch.Tensor:
     """The gradient of the received rows `kv`, [M, 2, G, D] both; nothing else refers to them afterwards."""
     grad = torch.zeros_like(kv, dtype=accumulator_dtype(kv.dtype))
-    state.add(kv[:, 0], kv[:, 1], grad, schedule.calls)
+    with named_range("hf_cp/exchange/grad_received"):
+        state.add(kv[:, 0], kv[:, 1], grad, schedule.calls)
     return grad
 
 

@@ -21,6 +21,7 @@ from hf_cp.attention.kernels import TileGroup
 from hf_cp.attention.merge import accumulator_dtype
 from hf_cp.attention.tiles import TileBackward, TileForward
 from hf_cp.parallel.collectives import Transfer, start_all_gather, start_return
+from hf_cp.parallel.ranges import named_range
 
 
 class GatherSchedule(NamedTuple):
@@ -48,9 +49,11 @@ class Gather:
     def forward(self, state: TileForward, k: torch.Tensor, v: torch.Tensor, call: Call) -> None:
         schedule = _schedule(call)
         fetched = _prefetch(k, v, self._groups(state.q, k), schedule, call)
-        state.add(k, v, schedule.early_calls + schedule.late_calls)
+        with named_range("hf_cp/allgather/own"):
+            state.add(k, v, schedule.early_calls + schedule.late_calls)
         for heads, kv in fetched:
-            state.heads(heads.queries).add(kv[:, 0], kv[:, 1], schedule.calls)
+            with named_range("hf_cp/allgather/gathered"):
+                state.heads(heads.queries).add(kv[:, 0], kv[:, 1], schedule.calls)
             del kv  # before the next group is put in order
 
     def backward(
@@ -58,17 +61,20 @@ class Gather:
     ) -> None:
         schedule = _schedule(call)
         fetched = _prefetch(k, v, self._groups(state.q, k), schedule, call)
-        state.add(k, v, grad_kv, schedule.early_calls)  # while keys and values come
+        with named_range("hf_cp/allgather/grad_own"):
+            state.add(k, v, grad_kv, schedule.early_calls)  # while keys and values come
         homeward = None
         for heads, kv in fetched:
             grad = torch.zeros_like(kv, dtype=accumulator_dtype(k.dtype))  # [N, 2, g, D]
-            state.heads(heads.queries).add(kv[:, 0], kv[:, 1], grad, schedule.calls)
+            with named_range("hf_cp/allgather/grad_gathered"):
+                state.heads(heads.queries).add(kv[:, 0], kv[:, 1], grad, schedule.calls)
             if homeward is not None:
                 _take_home(grad_kv, homeward, schedule)
             homeward = _start_home(heads.kv, grad, schedule, call)
             del kv, grad  # before the next group is put in order
         state.visit(schedule.calls)  # all groups of heads have
-        state.add(k, v, grad_kv, schedule.late_calls)  # while their gradients go
+        with named_range("hf_cp/allgather/grad_own"):
+            state.add(k, v, grad_kv, schedule.late_calls)  # while their gradients go
         if homeward is not None:
             _take_home(grad_kv, homeward, schedule)
 

@@ -19,6 +19,7 @@ from hf_cp.attention.kernels import TileGroup
 from hf_cp.attention.merge import accumulator_dtype
 from hf_cp.attention.tiles import TileBackward, TileForward
 from hf_cp.parallel.collectives import Transfer, start_hop
+from hf_cp.parallel.ranges import named_range
 from hf_cp.sequence.plan import renumber_keys
 
 KV_TAG, GRAD_TAG = 0, 1
@@ -45,10 +46,11 @@ class Ring:
         kv = rows_to_send(k, v, schedule.own_rows) if len(schedule.steps) > 1 else None  # [S, 2, G, D]
         for step, (_, calls) in enumerate(schedule.steps):
             next_kv = _next(kv, step, schedule, call)
-            if step == 0:
-                state.add(k, v, schedule.own_calls)
-            else:
-                state.add(kv[:, 0], kv[:, 1], calls)
+            with named_range(f"hf_cp/ring/step{step}"):
+                if step == 0:
+                    state.add(k, v, schedule.own_calls)
+                else:
+                    state.add(kv[:, 0], kv[:, 1], calls)
             kv = next_kv.wait() if next_kv is not None else None
 
     def backward(
@@ -60,10 +62,12 @@ class Ring:
         for step, (num_rows, calls) in enumerate(schedule.steps):
             next_kv = _next(kv, step, schedule, call)
             if step == 0:
-                state.add(k, v, grad_kv, schedule.own_calls)
+                with named_range("hf_cp/ring/grad_step0"):
+                    state.add(k, v, grad_kv, schedule.own_calls)
             else:
                 visiting = torch.zeros((num_rows, *kv.shape[1:]), dtype=accumulator_dtype(k.dtype), device=k.device)
-                state.add(kv[:, 0], kv[:, 1], visiting, calls)
+                with named_range(f"hf_cp/ring/grad_step{step}"):
+                    state.add(kv[:, 0], kv[:, 1], visiting, calls)
                 kv = None  # used up: let go of it before the hop below needs a buffer
                 if grad_hop is not None:
                     visiting += grad_hop.wait()  # what the ranks before this one found for the same shard

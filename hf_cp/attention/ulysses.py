@@ -51,7 +51,7 @@ def attend_by_heads(
     total = q.new_empty(len(q), size, chunks, widths[0], v.shape[-1])
 
     def start(chunk: int) -> BlockTransfer:
-        return start_all_to_all(_Take.apply(q, k, v, size, chunk, grads), mesh, once=once)
+        return start_all_to_all(_Take.apply(q, k, v, size, chunk, grads), mesh, once=once, name="scatter")
 
     out, transfer = None, start(0)
     for chunk in range(chunks):
@@ -59,7 +59,7 @@ def attend_by_heads(
         following = start(chunk + 1) if chunk + 1 < chunks else None  # travels while these heads are used
         attended = attend(*heads.split(widths, dim=1))  # [T, H / (u * chunks), D]
         del heads
-        leaving = start_all_to_all(attended.unflatten(0, (size, -1)), mesh, once=once)
+        leaving = start_all_to_all(attended.unflatten(0, (size, -1)), mesh, once=once, name="gather")
         if chunk:
             total = _place(total, out, chunk - 1)
         out, transfer = leaving, following

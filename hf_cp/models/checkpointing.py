@@ -49,7 +49,7 @@ class KeptAttention:
 
         def once(make: Callable[[], Tensors]) -> Tensors:
             tensors = make()
-            made.append(tuple(x for x in tensors))  # without the graph, which holds this object
+            made.append(tuple(x.detach() for x in tensors))  # without the graph, which holds this object
             return tensors
 
         yield once

@@ -1,19 +1,23 @@
 """The collectives of attention: hops, exchanges and gathers over the ring axis, an all-to-all over the Ulysses axis.
 
-Each counts the bytes that leave the process (`mesh.traffic`) and raises a `CommunicationError` when a peer is lost.
+Each counts the bytes that leave the process (`mesh.traffic`), hands them to `mesh.wire`, notes how long it waits while
+there is a clock, has a name for profilers, and raises a `CommunicationError` when a peer is lost.
 Over an axis of one process nothing is communicated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from hf_cp.parallel.clock import Mark, Waiting
 from hf_cp.parallel.faults import Watched
 from hf_cp.parallel.mesh import ContextParallelMesh
+from hf_cp.parallel.ranges import named_range
+from hf_cp.parallel.wire import Pending
 
 DIRECT_TAG = 2  # of sends to all ring ranks at once; hops use smaller ones
 _TRADE = "the trade of tokens for heads (all-to-all)"
@@ -25,13 +29,16 @@ class Transfer:
 
     received: torch.Tensor | None
     sent: torch.Tensor | None  # kept alive until it has left
-    works: list[dist.Work]
+    works: Sequence[Pending]
     mesh: ContextParallelMesh
     what: str  # for messages
+    name: str  # for profilers
+    started: Mark | None  # while there is a clock
 
     def wait(self) -> torch.Tensor:
         """What arrived, once; the transfer lets go of both buffers."""
-        with Watched(self.mesh, "ring", self.what):
+        waiting = Waiting(self.mesh, "ring", self.what, since=self.started)
+        with named_range(f"hf_cp/ring/{self.name}/wait"), waiting:
             for work in self.works:
                 work.wait()
         received, self.received, self.sent, self.works = self.received, None, None, []
@@ -51,7 +58,7 @@ def start_hop(tensor: torch.Tensor, mesh: ContextParallelMesh, *, received_rows:
         dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % size, tag=tag),
     ]
     mesh.traffic.ring_bytes += sent.nbytes
-    return _start_on_ring(ops, received, sent, mesh, "a hop of the ring")
+    return _start_on_ring(ops, received, sent, mesh, "a hop of the ring", "hop")
 
 
 def start_exchange(
@@ -65,12 +72,12 @@ def start_exchange(
     """
     tensor = tensor.contiguous()
     buffer = tensor.new_empty(sum(received), *tensor.shape[1:])
-    what = "the exchange of K/V rows"
-    with Watched(mesh, "ring", what):
-        work = dist.all_to_all_single(buffer, tensor, received, sent, group=mesh.ring_group, async_op=True)
+    what, name, started = "the exchange of K/V rows", "exchange", mesh.traffic.mark()
+    with named_range(f"hf_cp/ring/{name}/start"), Watched(mesh, "ring", what):
+        work = mesh.wire.all_to_all(buffer, tensor, mesh.ring_group, received, sent)
     row_bytes = tensor.nbytes // max(1, len(tensor))
     mesh.traffic.ring_bytes += (sum(sent) - sent[mesh.ring_rank]) * row_bytes
-    return Transfer(buffer, tensor, [work], mesh, what)
+    return Transfer(buffer, tensor, [work], mesh, what, name, started)
 
 
 def start_all_gather(tensor: torch.Tensor, mesh: ContextParallelMesh) -> Transfer:
@@ -82,7 +89,7 @@ def start_all_gather(tensor: torch.Tensor, mesh: ContextParallelMesh) -> Transfe
     gathered = tensor.new_empty(mesh.ring_size, *tensor.shape)
     gathered[rank] = tensor
     ops = _sends([tensor] * mesh.ring_size, list(gathered), mesh)
-    return _start_on_ring(ops, gathered.flatten(0, 1), tensor, mesh, "the all-gather of K/V")
+    return _start_on_ring(ops, gathered.flatten(0, 1), tensor, mesh, "the all-gather of K/V", "all_gather")
 
 
 def start_return(blocks: torch.Tensor, mesh: ContextParallelMesh) -> Transfer:
@@ -95,7 +102,7 @@ def start_return(blocks: torch.Tensor, mesh: ContextParallelMesh) -> Transfer:
     places = list(received)
     places.insert(mesh.ring_rank, blocks[mesh.ring_rank])
     ops = _sends(list(blocks), places, mesh)
-    return _start_on_ring(ops, received, blocks, mesh, "the return of dK/dV")
+    return _start_on_ring(ops, received, blocks, mesh, "the return of dK/dV", "return")
 
 
 def _sends(sent: list[torch.Tensor], received: list[torch.Tensor], mesh: ContextParallelMesh) -> list[dist.P2POp]:
@@ -111,11 +118,12 @@ def _sends(sent: list[torch.Tensor], received: list[torch.Tensor], mesh: Context
 
 
 def _start_on_ring(
-    ops: list[dist.P2POp], received: torch.Tensor, sent: torch.Tensor, mesh: ContextParallelMesh, what: str
+    ops: list[dist.P2POp], received: torch.Tensor, sent: torch.Tensor, mesh: ContextParallelMesh, what: str, name: str
 ) -> Transfer:
-    with Watched(mesh, "ring", what):
-        works = dist.batch_isend_irecv(ops)
-    return Transfer(received, sent, works, mesh, what)
+    started = mesh.traffic.mark()
+    with named_range(f"hf_cp/ring/{name}/start"), Watched(mesh, "ring", what):
+        works = mesh.wire.send_and_receive(ops)
+    return Transfer(received, sent, works, mesh, what, name, started)
 
 
 @dataclass
@@ -125,7 +133,9 @@ class BlockTransfer:
     mesh: ContextParallelMesh
     blocks: torch.Tensor | None = None
     sent: torch.Tensor | None = None  # kept alive until it has left
-    work: dist.Work | None = None
+    work: Pending | None = None
+    name: str = "trade"  # for profilers; also of the gradients' way back
+    started: Mark | None = None  # while there is a clock
 
     def start(self, blocks: torch.Tensor) -> torch.Tensor:
         """Block j of dim 0 goes to Ulysses rank j, and arrives there as block `ulysses_rank`."""
@@ -133,8 +143,9 @@ class BlockTransfer:
             return blocks.view_as(blocks)
         self.sent = blocks.contiguous()
         received = torch.empty_like(self.sent)
-        with Watched(self.mesh, "ulysses", _TRADE):
-            self.work = dist.all_to_all_single(received, self.sent, group=self.mesh.ulysses_group, async_op=True)
+        self.started = self.mesh.traffic.mark()
+        with named_range(f"hf_cp/ulysses/{self.name}/start"), Watched(self.mesh, "ulysses", _TRADE):
+            self.work = self.mesh.wire.all_to_all(received, self.sent, self.mesh.ulysses_group)
             if torch.is_anomaly_enabled():
                 self.work.wait()  # it reads what backward functions return at once
         self.mesh.traffic.ulysses_bytes += self.sent.nbytes * (self.mesh.ulysses_size - 1) // self.mesh.ulysses_size
@@ -142,9 +153,10 @@ class BlockTransfer:
 
     def finish(self) -> None:
         if self.work is not None:
-            with Watched(self.mesh, "ulysses", _TRADE):
+            waiting = Waiting(self.mesh, "ulysses", _TRADE, since=self.started)
+            with named_range(f"hf_cp/ulysses/{self.name}/wait"), waiting:
                 self.work.wait()
-        self.sent = self.work = None
+        self.sent = self.work = self.started = None
 
 
 class _Start(torch.autograd.Function):
@@ -177,7 +189,11 @@ class _Finish(torch.autograd.Function):
 
 
 def start_all_to_all(
-    blocks: torch.Tensor, mesh: ContextParallelMesh, *, once: Callable[[Callable], tuple] | None = None
+    blocks: torch.Tensor,
+    mesh: ContextParallelMesh,
+    *,
+    once: Callable[[Callable], tuple] | None = None,
+    name: str = "trade",
 ) -> BlockTransfer:
     """Starts to trade blocks over the Ulysses axis, differentiably.
 
@@ -185,10 +201,11 @@ def start_all_to_all(
         blocks (`torch.Tensor`): [ulysses_size, ...], block j for Ulysses rank j.
         once (`Callable`, *optional*): gets the function that starts the trade and returns the tuple of its receive
             buffer; may give that of an earlier trade of the same blocks instead, then nothing is sent.
+        name (`str`): of the trade, for profilers.
     """
     if once is None or mesh.ulysses_size == 1:
         once = _call
-    transfer = BlockTransfer(mesh)
+    transfer = BlockTransfer(mesh, name=name)
     transfer.blocks = _Start.apply(blocks, transfer, once)
     return transfer
 
@@ -208,7 +225,7 @@ def sum_over_cp(tensor: torch.Tensor, mesh: ContextParallelMesh) -> torch.Tensor
     """The sum over the context-parallel group, on every rank of it; not differentiable."""
     total = tensor.detach().clone()
     if mesh.cp_size > 1:
-        with Watched(mesh, "cp", "the sum over the ranks of a row"):
+        with named_range("hf_cp/cp/sum"), Waiting(mesh, "cp", "the sum over the ranks of a row"):
             dist.all_reduce(total, group=mesh.cp_group)
     return total
 
@@ -219,6 +236,6 @@ def gather_ints_over_cp(values: list[int], mesh: ContextParallelMesh) -> list[li
         return [values]
     local = torch.tensor(values, dtype=torch.int64, device=mesh.device_type)
     gathered = [torch.empty_like(local) for _ in range(mesh.cp_size)]
-    with Watched(mesh, "cp", "the comparison of the ranks' batches"):
+    with Waiting(mesh, "cp", "the comparison of the ranks' batches"):
         dist.all_gather(gathered, local, group=mesh.cp_group)
     return [t.tolist() for t in gathered]

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from hf_cp.config import ContextParallelConfig
 from hf_cp.parallel.faults import Place, Watched
 from hf_cp.parallel.traffic import Traffic
+from hf_cp.parallel.wire import Wire
 
 AXES = ("dp", "ring", "ulysses")
 
@@ -41,6 +42,7 @@ class ContextParallelMesh:
         status_group (`torch.distributed.ProcessGroup`): gloo over the world, for small host-side exchanges.
         traffic (`Traffic`): bytes that this process has sent, per axis.
         place (`Place`): what this process is working on, for messages.
+        wire (`Wire`): what carries attention's tensors; see [`hf_cp.parallel.wire.local_copies`].
         timeout (`timedelta`, *optional*): time limit of a collective in the groups; `None` without groups.
 
     Raises:
@@ -58,7 +60,7 @@ class ContextParallelMesh:
         self.config = config
         self.rank, self.world_size = _rank_and_world(config)
         self.ranks = self._place(ranks)
-        self.traffic, self.place = Traffic(), Place()
+        self.traffic, self.place, self.wire = Traffic(), Place(), Wire()
         self.timeout: timedelta | None = None
         self.dp_size, self.ring_size, self.ulysses_size = self.ranks.shape
         self.cp_size = config.cp_size

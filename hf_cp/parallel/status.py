@@ -14,6 +14,7 @@ from enum import IntEnum
 import torch
 import torch.distributed as dist
 
+from hf_cp.parallel.clock import Waiting
 from hf_cp.parallel.faults import Watched
 from hf_cp.parallel.mesh import ContextParallelMesh
 
@@ -102,7 +103,7 @@ def _gather(report: Report, what: str, mesh: ContextParallelMesh) -> list[Report
         return [report]
     own = torch.tensor([report.status, report.step, report.digest, report.dp_rank, report.size], dtype=torch.int64)
     gathered = [torch.empty_like(own) for _ in range(mesh.world_size)]
-    with Watched(mesh, "world", "the exchange of reports", during=f"agreeing on the {what}{_at(report.step)}"):
+    with Waiting(mesh, "world", "the exchange of reports", during=f"agreeing on the {what}{_at(report.step)}"):
         dist.all_gather(gathered, own, group=mesh.status_group)
     return [Report(Status(status), *rest) for status, *rest in (tensor.tolist() for tensor in gathered)]
 

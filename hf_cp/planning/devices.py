@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,6 +60,23 @@ DEVICES = {
         _data_sheet("rtx4090", 23.5, 165, 32, 12.5),
     )
 }
+
+
+def device_of_gpu(gpu_name: str, memory_bytes: int) -> Device | None:
+    """The device of the table that a GPU is, by the name that CUDA gives it; `None` if it is not there.
+
+    The slower cards that share a name (H100 PCIe and NVL) are not.
+
+    >>> device_of_gpu("NVIDIA H100 80GB HBM3", 85 * 10**9).name
+    'h100'
+    >>> device_of_gpu("NVIDIA A100-SXM4-40GB", 42 * 10**9).name
+    'a100-40'
+    """
+    words = re.split("[^a-z0-9]+", gpu_name.lower())
+    if "h100" in words and ("pcie" in words or "nvl" in words):
+        return None
+    found = [device for device in DEVICES.values() if device.name.partition("-")[0] in (*words, "".join(words[-2:]))]
+    return min(found, key=lambda device: abs(device.memory_gib * GIB - memory_bytes), default=None)
 
 
 def find_device(name_or_file: str, *, measured: str | Path | None = None) -> Device:

@@ -10,9 +10,17 @@ from collections.abc import Sequence
 from types import ModuleType
 
 import hf_cp
-from hf_cp.tools import env, plan, universal, verify_command
+from hf_cp.tools import doctor, env, pack, plan, recipes, universal, verify_command
 
-COMMANDS: dict[str, ModuleType] = {"env": env, "plan": plan, "universal": universal, "verify": verify_command}
+COMMANDS: dict[str, ModuleType] = {
+    "doctor": doctor,
+    "env": env,
+    "pack": pack,
+    "plan": plan,
+    "recipes": recipes,
+    "universal": universal,
+    "verify": verify_command,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

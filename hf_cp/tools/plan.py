@@ -71,11 +71,21 @@ def run(args: argparse.Namespace) -> int:
     if args.json != "-":
         verdict.print()
     if args.write is not None and plan.recommended is not None:
-        from hf_cp.tools.recipe_writer import recipe_of, write_recipe
-
-        write_recipe(args.write, plan, recipe_of(plan, args.model, args.write, command_line(args)))
-        print(f"Recipe: {args.write}. Read its README.md, set model and documents in train.yaml.")
+        return write(args, plan)
     return verdict.status
+
+
+def write(args: argparse.Namespace, plan: Plan) -> int:
+    """The recipe of the first choice, into `args.write`."""
+    from hf_cp.tools.recipe_writer import write_planned
+    from hf_cp.tools.recipes import training_script
+
+    try:
+        write_planned(args.write, plan, model=args.model, command=command_line(args), script=training_script())
+    except OSError as error:
+        return print_usage_error(error)
+    print(f"Recipe: {args.write}. Set model and documents in its train.yaml; README.md has the launch lines.")
+    return OK
 
 
 def make_plan(args: argparse.Namespace) -> Plan:

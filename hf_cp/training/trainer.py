@@ -37,7 +37,7 @@ from hf_cp.training.refusals import check_datasets, check_gradient_sums, check_r
 from hf_cp.training.resume import CheckpointsMixin
 from hf_cp.training.rows import make_train_loader
 from hf_cp.training.sft import complete_sft, exact_token_count, is_sft, joins_rows_itself
-from hf_cp.training.zero import check_batch_sizes, check_precision, complete_zero_config
+from hf_cp.training.zero import check_batch_sizes, check_precision, complete_zero_config, keep_grad_norm
 
 logger = get_logger(__name__)
 
@@ -264,6 +264,8 @@ class ContextParallelTrainerMixin(EvaluationMixin, CheckpointsMixin):
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As stock. An error, of whatever library, gets a note with the rank and the step."""
+        if self._own_rows and self.is_deepspeed_enabled:
+            keep_grad_norm(self.deepspeed)
         try:
             return super().training_step(*args, **kwargs)
         except Exception as error:

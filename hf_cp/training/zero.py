@@ -16,6 +16,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+
 ZERO_STAGES = (0, 1, 2, 3)
 
 _SEQUENCE_KEYS = ("sequence_parallel_size", "data_parallel_size")
@@ -46,6 +48,35 @@ def make_zero_config(
     result.setdefault("gradient_accumulation_steps", "auto")
     complete_zero_config(result, micro_batch_size=1, gradient_clipping=gradient_clipping)
     return result
+
+
+def keep_grad_norm(engine: Any) -> None:
+    """Lets a stage-0 engine without mixed precision know its gradient norm, from before clipping, as the others do.
+
+    Its optimizer is the user's own, which has no norm to ask for; the Trainer would log none.
+
+    Args:
+        engine (`deepspeed.DeepSpeedEngine`): nothing is done to one that knows its norm.
+    """
+    from deepspeed.runtime.utils import clip_grad_norm_
+
+    optimizer, clipping = engine.optimizer, engine.gradient_clipping()
+    if engine.zero_optimization_stage() or hasattr(optimizer, "_global_grad_norm"):
+        return
+    optimizer._global_grad_norm = None  # where the engine looks after a step
+
+    def clip() -> None:
+        parameters = engine.module.parameters()
+        optimizer._global_grad_norm = float(clip_grad_norm_(parameters, max_norm=clipping, mpu=engine.mpu))
+
+    def measure(*_: Any) -> None:
+        gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
+        optimizer._global_grad_norm = float(torch.nn.utils.get_total_norm(gradients))
+
+    if clipping > 0:
+        engine.clip_fp32_gradients = clip
+    else:
+        optimizer.register_step_pre_hook(measure)
 
 
 def complete_zero_config(config: dict[str, Any], *, micro_batch_size: int, gradient_clipping: float) -> list[str]:

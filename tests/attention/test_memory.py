@@ -22,8 +22,8 @@ from hf_cp.sequence.costs import AttentionShape
 from hf_cp.sequence.layout import SequenceLayout
 from hf_cp.sequence.memory import AttentionMemory, PassMemory, attention_memory
 from hf_cp.sequence.plan import AttentionPlan
+from hf_cp.tools.live_bytes import LiveBytes
 from tests.attention.cases import Case, Meshes
-from tests.attention.live_bytes import LiveBytes
 from tests.attention.reference import random_row
 
 pytestmark = pytest.mark.distributed

@@ -316,6 +316,7 @@ def four_processes(out: Path, first: Path) -> dict[str, Any]:
         "resume": go_on(first),
         "trainer": trainer_run(out / "full"),
         "clipped": trainer_run(out / "clipped", max_grad_norm=0.1),
+        "clipped_stage0": trainer_run(stage=0, max_grad_norm=0.1),
         "clipped_sharded": trainer_run(
             stage=3, max_grad_norm=0.1, zero_settings={"stage3_param_persistence_threshold": 0}
         ),

@@ -14,7 +14,7 @@ from hf_cp.tools.evaluate import DocumentLosses
 from tests.examples.launch import load
 from tests.training.tiny import REF, make_documents, make_model, make_trainer
 
-script = load("finetune_lora.py")
+script = load("finetune.py")
 
 
 def settings(**changes):

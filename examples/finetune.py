@@ -1,10 +1,10 @@
-"""LoRA fine-tuning on packed long rows that are split over processes, with a proof and a measured result.
+"""Fine-tuning on packed long rows that are split over processes, LoRA or all weights, with a proof and a result.
 
     accelerate launch --config_file recipes/quickstart-cpu/accelerate.yaml \\
-        examples/finetune_lora.py recipes/quickstart-cpu/train.yaml [--max_steps 20 ...]
+        examples/finetune.py recipes/quickstart-cpu/train.yaml [--max_steps 20 ...]
 
 The YAML file fills the arguments below, `ContextParallelConfig` and `transformers.TrainingArguments`; options on the
-command line win. Another recipe, the same script: that is a run on 16 GPUs.
+command line win. Another recipe, the same script: that is a run on 16 GPUs. `lora_r: 0` trains all weights.
 
 1. Proof (`proof_tokens`): on a short row of the training documents the processes together compute the losses,
    gradients and SGD steps that one process computes with the untouched model.
@@ -30,7 +30,6 @@ from typing import Any
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import yaml
-from peft import LoraConfig, get_peft_model
 from tqdm.auto import tqdm
 from transformers import (
     AutoConfig,
@@ -81,7 +80,7 @@ class ScriptArguments:
     )
     expected_processes: int | None = field(default=None, metadata={"help": "Refuse another number of processes."})
     expected_zero_stage: int | None = field(default=None, metadata={"help": "Refuse another ZeRO stage, or none."})
-    lora_r: int = field(default=16, metadata={"help": "Rank of the adapters, on all linear layers."})
+    lora_r: int = field(default=16, metadata={"help": "Rank of the adapters on all linear layers; 0: all weights."})
     lora_alpha: int = field(default=32, metadata={"help": "Adapters are scaled by lora_alpha / lora_r."})
     lora_dropout: float = field(default=0.0, metadata={"help": "Dropout in front of the adapters."})
     proof_tokens: int = field(
@@ -184,11 +183,20 @@ def load_documents(path: str) -> Sequence[Any]:
 def build_model(
     script: ScriptArguments, model_config: Any, config: ContextParallelConfig, args: TrainingArguments
 ) -> Any:
-    """The model, made context-parallel, with LoRA adapters; the same weights in every process."""
+    """The model, made context-parallel, with LoRA adapters if asked for; the same weights in every process."""
     set_seed(args.seed)
     name, dtype = script.model_name_or_path, script.model_dtype
     model = AutoModelForCausalLM.from_pretrained(name, config=model_config, dtype=dtype)
-    model = apply_context_parallel(model.to(args.device), config)  # the one line
+    if script.proof_tokens:  # else the backend moves it, FSDP shard by shard
+        model = model.to(args.device)
+    model = apply_context_parallel(model, config)  # the one line
+    return add_adapters(model, script) if script.lora_r else model
+
+
+def add_adapters(model: Any, script: ScriptArguments) -> Any:
+    """LoRA on all linear layers of the decoder."""
+    from peft import LoraConfig, get_peft_model
+
     lora = LoraConfig(
         r=script.lora_r,
         lora_alpha=script.lora_alpha,
@@ -197,6 +205,12 @@ def build_model(
         task_type="CAUSAL_LM",
     )
     return get_peft_model(model, lora)
+
+
+def base_model(trainer: ContextParallelTrainer) -> Any:
+    """The Hugging Face model, without adapters around it."""
+    model = trainer.model
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def choose_proof_documents(documents: Sequence[Any], max_tokens: int) -> list[dict[str, list[int]]]:
@@ -222,7 +236,8 @@ def prove(trainer: ContextParallelTrainer, script: ScriptArguments) -> VerifyRep
         return None
     features = [trainer.train_dataset[i] for i in range(min(PROOF_FEATURES, len(trainer.train_dataset)))]
     documents = trainer.data_collator.prepare(features).documents
-    say("\nProof: gradients and SGD steps of the split run against one process (adapters randomised, then put back)")
+    randomised = " (adapters randomised, then put back)" if script.lora_r else ""
+    say(f"\nProof: gradients and SGD steps of the split run against one process{randomised}")
     report = verify_context_parallel(
         trainer.model, choose_proof_documents(documents, script.proof_tokens), seed=trainer.args.seed
     )
@@ -312,21 +327,33 @@ def summarise(
 
 
 def write_outputs(trainer: ContextParallelTrainer, recorder: Recorder, summary: dict, *, new_rope: bool) -> None:
-    """Adapter, summary, packing manifest and loss curve; each file has one writer."""
+    """Adapter or model, summary, packing manifest and loss curve; each file has one writer."""
     folder = Path(trainer.args.output_dir)
     trainer.save_model(str(folder))
     recorder.train_loader.save_manifest(folder / "packing_manifest.json")
     if not trainer.is_world_process_zero():
         return
-    if new_rope:  # the adapter belongs to the context that it was trained in
-        trainer.model.get_base_model().config.save_pretrained(folder)
+    is_adapter = base_model(trainer) is not trainer.model
+    if is_adapter and new_rope:  # the adapter belongs to the context that it was trained in
+        base_model(trainer).config.save_pretrained(folder)
+    if not is_adapter:  # the folder is a whole model
+        trainer.data_collator.tokenizer.save_pretrained(folder)
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    say(f"\nFiles in {folder}:")
+    say(f"  {'the trained LoRA adapter' if is_adapter else 'the trained model'}, summary.json, packing_manifest.json")
+    draw_losses(folder / "loss_curve.png", trainer, recorder)
+
+
+def draw_losses(path: Path, trainer: ContextParallelTrainer, recorder: Recorder) -> None:
+    """The loss curve, where matplotlib is installed."""
     training = {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
     held_out = {step: losses.mean for step, losses in recorder.evaluations.items()}
-    plot_losses(folder / "loss_curve.png", training=training, held_out=held_out)
-    say(f"\nFiles in {folder}:")
-    say("  adapter_model.safetensors, adapter_config.json   the trained LoRA adapter")
-    say("  summary.json, packing_manifest.json, loss_curve.png")
+    try:
+        plot_losses(path, training=training, held_out=held_out)
+    except ImportError:
+        say(f"  no {path.name}: matplotlib is not installed (pip install matplotlib)")
+    else:
+        say(f"  {path.name}")
 
 
 def set_up(arguments: Sequence[str]) -> tuple[ContextParallelTrainer, ScriptArguments]:
@@ -361,7 +388,7 @@ def run(trainer: ContextParallelTrainer, script: ScriptArguments) -> int:
     plugin = trainer.accelerator.state.deepspeed_plugin
     backend = trainer.accelerator.distributed_type.value + (f" ZeRO-{plugin.zero_stage}" if plugin else "")
     say(
-        f"{type(trainer.model.get_base_model()).__name__} from {script.model_name_or_path}\n"
+        f"{type(base_model(trainer)).__name__} from {script.model_name_or_path}\n"
         f"{mesh.world_size} processes ({backend}), {mesh.cp_size} share a row of up to {script.max_tokens:,} tokens: "
         f"ring {mesh.ring_size} x Ulysses {mesh.ulysses_size}"
     )

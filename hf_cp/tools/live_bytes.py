@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,7 +16,7 @@ class LiveBytes(TorchDispatchMode):
     A storage counts once, however many tensors view it; those of `known` tensors do not count.
     """
 
-    def __init__(self, known: list[torch.Tensor]):
+    def __init__(self, known: Iterable[torch.Tensor]):
         super().__init__()
         self.live = self.peak = 0
         self._known = {x.untyped_storage()._cdata for x in known}

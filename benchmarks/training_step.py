@@ -1,0 +1,152 @@
+"""What training.py measures, on every process: one step on a long row, after a warm-up step on a short one."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from fresh import peak_bytes
+from training_runs import RUNS, Run, Untouched
+
+from hf_cp.tools.plan import load_config
+
+WARM_UP_TOKENS = 256
+LORA_RANK = 8
+
+
+class Case(NamedTuple):
+    """What is trained ("full" or "lora"), on rows of how many tokens, and how often it is measured."""
+
+    method: str
+    tokens: int
+    rounds: int
+
+    @classmethod
+    def parse(cls, text: str) -> Case:
+        """From method:tokens:rounds.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        method, tokens, rounds = text.split(":")
+        if method not in ("full", "lora") or int(tokens) < 2 or int(rounds) < 1:
+            raise ValueError(text)
+        return cls(method, int(tokens), int(rounds))
+
+
+class Sizes(NamedTuple):
+    """Where the model differs from SmolLM2-135M: layers, query and K/V heads."""
+
+    layers: int
+    heads: tuple[int, int] = (9, 3)
+
+
+class Measured(NamedTuple):
+    """Of one process: seconds of the timed step, bytes, and (if asked for) the first step's gradients.
+
+    `error` is the largest relative difference of a tensor's gradient from the exact one, `norm` the norm of all
+    gradients over the exact norm: 2 where they are all twice too large.
+    """
+
+    seconds: float
+    kept: int
+    peak: int
+    error: float
+    norm: float
+
+
+def measured_step(name: str, case: Case, sizes: Sizes, with_error: bool) -> Measured:
+    """Args:
+    name (`str`): a key of `RUNS`.
+    case, sizes (`Case`, `Sizes`): what is trained.
+    with_error (`bool`): whether the first step's gradients are compared with those of the untouched model in fp64.
+    """
+    run, rows = start(name, case, sizes), make_rows(case)
+    error, norm = warm_up(run, rows[0], sizes, case, with_error)
+    if dist.is_initialized():
+        dist.barrier()
+    kept: dict[int, int] = {}
+    began = time.perf_counter()
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: counted(tensor, kept), lambda tensor: tensor):
+        loss = run.forward(rows[1])
+    run.backward(loss)
+    run.update()
+    seconds = time.perf_counter() - began
+    for parameter in run.model.parameters():
+        kept.pop(parameter.untyped_storage().data_ptr(), None)
+    return Measured(seconds, sum(kept.values()), peak_bytes(), error, norm)
+
+
+_BUSY: list[tuple[Run, torch.Tensor]] = []
+
+
+def one_step(name: str, case: Case, sizes: Sizes) -> None:
+    """A step of a model that stays: what keeps another core busy."""
+    if not _BUSY:
+        _BUSY.append((start(name, case, sizes), make_rows(case)[1]))
+    run, row = _BUSY[0]
+    run.backward(run.forward(row))
+    run.update()
+
+
+def start(name: str, case: Case, sizes: Sizes) -> Run:
+    return RUNS[name](make_model(case, sizes))
+
+
+def make_model(case: Case, sizes: Sizes) -> Any:
+    """Random weights, the same on every process."""
+    from transformers import AutoModelForCausalLM
+
+    config = load_config("smollm2-135m")
+    config.num_hidden_layers = sizes.layers
+    config.num_attention_heads, config.num_key_value_heads = sizes.heads
+    config.max_position_embeddings = max(config.max_position_embeddings, case.tokens)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    if case.method == "lora":
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=LORA_RANK, target_modules="all-linear", task_type="CAUSAL_LM"))
+    return model.train()
+
+
+def make_rows(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids, int64 [tokens], of the warm-up and of the timed step."""
+    generator = torch.Generator().manual_seed(1)
+    vocabulary = load_config("smollm2-135m").vocab_size
+    short, row = (torch.randint(0, vocabulary, (n,), generator=generator) for n in (WARM_UP_TOKENS, case.tokens))
+    return short, row
+
+
+def warm_up(run: Run, row: torch.Tensor, sizes: Sizes, case: Case, with_error: bool) -> tuple[float, float]:
+    """A step; (error, norm) of its gradients, or NaN."""
+    run.backward(run.forward(row))
+    found = float("nan"), float("nan")
+    if with_error:
+        found = compare(run.gradients(), exact_gradients(row, case, sizes))
+    run.update()
+    return found
+
+
+def exact_gradients(row: torch.Tensor, case: Case, sizes: Sizes) -> dict[str, torch.Tensor]:
+    """Of the untouched model, in fp64."""
+    exact = Untouched(make_model(case, sizes).double())
+    exact.backward(exact.forward(row))
+    return exact.gradients()
+
+
+def compare(gradients: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> tuple[float, float]:
+    """(worst relative difference of a tensor, norm of all over the exact norm)."""
+    assert sorted(gradients) == sorted(exact)
+    errors = [float((gradients[name].double() - g).norm() / g.norm()) for name, g in exact.items()]
+    norms = [sum(float(g.double().norm()) ** 2 for g in some.values()) ** 0.5 for some in (gradients, exact)]
+    return max(errors), norms[0] / norms[1]
+
+
+def counted(tensor: torch.Tensor, kept: dict[int, int]) -> torch.Tensor:
+    """Notes the storage that autograd keeps; as often as it is kept, it is the same one."""
+    storage = tensor.untyped_storage()
+    kept[storage.data_ptr()] = storage.nbytes()
+    return tensor

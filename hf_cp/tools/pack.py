@@ -1,0 +1,328 @@
+"""`hf-cp pack`: what packing and splitting will do to your documents, before training.
+
+    hf-cp pack --data train.jsonl --tokenizer DIR --max-tokens 131072 --cp 8 --ulysses 2 --model llama-3.1-8b
+
+Prints how full rows are and what is cut or dropped, the documents by length, and for every layout how even attention
+is and how many K/V rows (with `--model`, bytes) the busiest rank sends by each engine. Nothing is written but what
+`--json` and `--plot` name. Exit status: 0, or 2 if the documents cannot be read or packed as asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hf_cp.config import LAYOUTS, ContextParallelConfig
+from hf_cp.tools.options import add_context_parallel_arguments, config_from_arguments
+from hf_cp.tools.output import OK, Table, Verdict, print_json, print_usage_error, progress
+
+if TYPE_CHECKING:
+    from hf_cp.data.packed import PackedDataset
+    from hf_cp.sequence.packing import PackingManifest
+    from hf_cp.tools.pack_preview import Bin, LayoutPreview, ModelAttention, ReplicaBalance
+
+__all__ = ["PackPreview", "add_arguments", "make_preview", "run"]
+
+CONCRETE_LAYOUTS = tuple(name for name in LAYOUTS if name != "auto")
+OVERFLOW_CHOICES = ("error", "truncate", "split", "drop")
+SAMPLE_ROWS = 64
+BAR = 40  # characters of the longest bar
+MIB = 1024**2
+
+
+@dataclass(frozen=True)
+class PackPreview:
+    """Everything that the command shows.
+
+    Args:
+        num_features, num_documents, num_tokens, num_rows, longest, max_tokens (`int`): the data set as it is packed.
+        fill (`float`): share of the rows' capacity that holds tokens.
+        counts (`dict`): documents that were empty, truncated, split or dropped.
+        histogram (sequence of `Bin`): documents by length.
+        looked_at (`int`): rows that were split.
+        layouts (sequence of `LayoutPreview`): best balance first.
+        replicas (`ReplicaBalance`, *optional*): with several data-parallel ranks.
+    """
+
+    num_features: int
+    num_documents: int
+    num_tokens: int
+    num_rows: int
+    longest: int
+    max_tokens: int
+    fill: float
+    counts: dict[str, int]
+    histogram: Sequence[Bin]
+    looked_at: int
+    layouts: Sequence[LayoutPreview]
+    replicas: ReplicaBalance | None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `hf-cp pack`."""
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--data", type=Path, metavar="FILE", help="JSONL, saved dataset, or folder of text files")
+    source.add_argument("--lengths", type=Path, metavar="FILE", help="only lengths: JSON, .npy, or one a line")
+    parser.add_argument("--max-tokens", type=int, required=True, help="tokens of a row")
+    parser.add_argument("--tokenizer", metavar="DIR", help="for documents of text and chats")
+    parser.add_argument("--overflow", default="error", choices=OVERFLOW_CHOICES, help="of longer documents (error)")
+    parser.add_argument("--cp", type=int, metavar="P", help="processes that share a row; the ring takes what is left")
+    parser.add_argument("--ring", "--ring-degree", dest="ring_degree", type=int, help="ring shards of a row")
+    parser.add_argument("--ulysses", "--ulysses-degree", dest="ulysses_degree", type=int, help="default: 1")
+    parser.add_argument("--layouts", type=_layouts, default=CONCRETE_LAYOUTS, metavar="NAME,...", help="default: all")
+    parser.add_argument("--model", metavar="MODEL", help="folder, config.json or known name: counts bytes")
+    parser.add_argument("--dp", type=int, default=1, help="data-parallel ranks: how evenly rows fall on them")
+    parser.add_argument("--accumulation", type=int, default=1, metavar="N", help="micro-steps of an optimizer step")
+    parser.add_argument("--seed", type=int, default=0, help="of the order of rows (with --dp)")
+    parser.add_argument("--rows", type=int, default=SAMPLE_ROWS, help=f"rows that are split ({SAMPLE_ROWS})")
+    parser.add_argument("--json", metavar="FILE", help="write everything as JSON; - for standard output")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw lengths and balance (needs matplotlib)")
+    add_context_parallel_arguments(parser, exclude=("ring_degree", "ulysses_degree", "layout"))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the preview."""
+    try:
+        preview, config = make_preview(args)
+        if args.plot is not None:
+            plot_preview(preview, args.plot)
+    except (ValueError, OSError, ImportError) as error:
+        return print_usage_error(error)
+    if args.json:
+        print_json({"command": "pack", "config": config, "preview": preview}, args.json)
+    if args.json != "-":
+        for table in tables(preview, config):
+            table.print()
+            print()
+        judge(preview).print()
+    return OK
+
+
+def make_preview(args: argparse.Namespace) -> tuple[PackPreview, ContextParallelConfig]:
+    """Reads, packs, splits.
+
+    Raises:
+        ValueError, OSError: the documents cannot be read, or not be packed as asked; or the degrees do not fit.
+    """
+    from hf_cp.tools.pack_preview import length_histogram, preview_layout, replica_balance, sample_rows
+
+    for name in ("max_tokens", "dp", "accumulation", "rows"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} is not positive. Use 1 or more.")
+    config = degrees(args)
+    attention = model_attention(args, config)
+    packed = read_packed(args, config)
+    manifest: PackingManifest = packed.manifest
+    rows = sample_rows(manifest, args.rows)
+    layouts = []
+    for name in args.layouts:
+        progress(f"Splitting {len(rows)} of {len(manifest.rows)} rows: {name}")
+        layouts.append(preview_layout(rows, config, attention, layout=name))
+    replicas = None
+    if args.dp > 1:
+        replicas = replica_balance(packed, dp_size=args.dp, num_accumulated=args.accumulation, seed=args.seed)
+    preview = PackPreview(
+        num_features=packed.num_features,
+        num_documents=len(manifest.lengths),
+        num_tokens=manifest.num_tokens,
+        num_rows=len(manifest.rows),
+        longest=max(manifest.lengths),
+        max_tokens=args.max_tokens,
+        fill=manifest.fill,
+        counts={name: getattr(manifest.counts, name) for name in ("empty", "truncated", "split", "dropped")},
+        histogram=length_histogram(manifest.lengths),
+        looked_at=len(rows),
+        layouts=sorted(layouts, key=lambda layout: -layout.balance),
+        replicas=replicas,
+    )
+    return preview, config
+
+
+def degrees(args: argparse.Namespace) -> ContextParallelConfig:
+    """`--cp` with what is given of ring and Ulysses; the ring takes what is left."""
+    ring, ulysses, size = args.ring_degree, args.ulysses_degree, args.cp
+    if size is not None:
+        ulysses = ulysses or (size // ring if ring and size % ring == 0 else 1)
+        ring = ring or (size // ulysses if size % ulysses == 0 else 1)
+        if ring * ulysses != size:
+            raise ValueError(f"--cp {size} is not ring {ring} x Ulysses {ulysses}. Give degrees whose product it is.")
+    given = {"ring_degree": ring, "ulysses_degree": ulysses}
+    return config_from_arguments(args, **{name: value for name, value in given.items() if value is not None})
+
+
+def model_attention(args: argparse.Namespace, config: ContextParallelConfig) -> ModelAttention:
+    """Sizes and windows of the model's attention; without a model, one layer of full attention without sizes."""
+    from hf_cp.tools.pack_preview import ModelAttention
+
+    if args.model is None:
+        return ModelAttention()
+    from collections import Counter
+
+    from hf_cp.config import check_heads, head_counts
+    from hf_cp.planning.model_shape import layer_windows
+    from hf_cp.sequence.costs import AttentionShape
+    from hf_cp.tools.plan import load_config
+
+    model = load_config(args.model)
+    heads, kv_heads = head_counts(model)
+    check_heads(heads, kv_heads, config)
+    head_dim = getattr(model, "head_dim", None) or model.hidden_size // heads
+    grad_itemsize = 2 if config.grad_comm_dtype == "compute" else 4
+    shape = AttentionShape(heads, kv_heads, head_dim, 2, grad_itemsize)
+    return ModelAttention(shape, tuple(Counter(layer_windows(model)).items()))
+
+
+def read_packed(args: argparse.Namespace, config: ContextParallelConfig) -> PackedDataset:
+    """The rows, by the collator's rules."""
+    from hf_cp.data.collator import DataCollatorForContextParallel
+    from hf_cp.data.packed import PackedDataset
+    from hf_cp.tools.features import documents_of_lengths, load_features
+    from hf_cp.tools.plan import read_lengths
+
+    tokenizer = None
+    if args.tokenizer is not None:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
+    collator = DataCollatorForContextParallel(
+        config, cp_rank=0, max_tokens=args.max_tokens, overflow=args.overflow, tokenizer=tokenizer
+    )
+    by_length = args.lengths is not None
+    features = documents_of_lengths(read_lengths(args.lengths)) if by_length else load_features(args.data)
+    progress(f"Packing {len(features):,} features")
+    return PackedDataset(features, collator=collator)
+
+
+def tables(preview: PackPreview, config: ContextParallelConfig) -> list[Table]:
+    """Rows, documents by length, layouts, and data-parallel ranks."""
+    parts = [packing_table(preview), histogram_table(preview)]
+    parts += [layout_table(preview, config)] if config.cp_size > 1 else []
+    return parts + ([traffic_table(preview)] if config.ring_degree > 1 else [])
+
+
+def packing_table(preview: PackPreview) -> Table:
+    changed = ", ".join(f"{count:,} {name}" for name, count in preview.counts.items() if count) or "none"
+    rows = [
+        ("documents", f"{preview.num_documents:,} from {preview.num_features:,} features"),
+        ("empty, cut or left out", changed),
+        ("tokens", f"{preview.num_tokens:,}, the longest document {preview.longest:,}"),
+        ("rows", f"{preview.num_rows:,} of up to {preview.max_tokens:,} tokens"),
+        ("fill", f"{preview.fill:.2%}"),
+    ]
+    replicas = preview.replicas
+    if replicas is not None:
+        rows.append(
+            (
+                f"attention over {replicas.dp_size} dp ranks",
+                f"mean/max {replicas.balance:.3f} over {replicas.num_micro_steps:,} micro-steps; "
+                f"{replicas.grouped_balance:.3f} with group_by_cost",
+            )
+        )
+    return Table("Packing", ("", ""), rows)
+
+
+def histogram_table(preview: PackPreview) -> Table:
+    """A bar for the number of documents; the share of tokens beside it."""
+    most = max(part.documents for part in preview.histogram)
+    rows = [
+        (
+            f"{part.low:,} - {part.high:,}",
+            f"{part.documents:,}",
+            f"{part.tokens / preview.num_tokens:.1%}",
+            "#" * max(bool(part.documents), round(BAR * part.documents / most)),
+        )
+        for part in preview.histogram
+    ]
+    return Table("Documents by length", ("tokens", "documents", "of all tokens", ""), rows)
+
+
+def layout_table(preview: PackPreview, config: ContextParallelConfig) -> Table:
+    title = (
+        f"{preview.looked_at} of {preview.num_rows:,} rows over ring {config.ring_degree} x Ulysses "
+        f"{config.ulysses_degree}; balance is mean over largest attention area of a rank"
+    )
+    columns = ("layout", "balance", "worst row", "padding", "tokens a rank", "Ulysses MiB")
+    rows = [
+        (
+            layout.layout,
+            f"{layout.balance:.3f}",
+            f"{layout.worst_balance:.3f}",
+            f"{layout.padding:.2%}",
+            f"{layout.local_length:,}",
+            _mib(layout.ulysses_bytes),
+        )
+        for layout in preview.layouts
+    ]
+    return Table(title, columns, rows)
+
+
+def traffic_table(preview: PackPreview) -> Table:
+    title = (
+        "Ring axis: what the rank that sends most sends (K/V rows of a layer and pass; MiB of all layers, both passes)"
+    )
+    rows = [
+        (
+            f"{layout.layout} {traffic.engine}",
+            f"{traffic.kv_rows:,.0f}",
+            f"{traffic.share:.1%}",
+            _mib(traffic.num_bytes),
+            f"{layout.auto[traffic.engine]} rows" if traffic.engine in layout.auto else "",
+        )
+        for layout in preview.layouts
+        for traffic in layout.traffic
+    ]
+    return Table(title, ("layout and engine", "K/V rows", "of a full ring", "MiB", "auto takes it for"), rows)
+
+
+def _mib(num_bytes: float | None) -> str:
+    return "-" if num_bytes is None else f"{num_bytes / MIB:,.1f}"
+
+
+def judge(preview: PackPreview) -> Verdict:
+    best = preview.layouts[0]
+    lost = preview.counts["truncated"] + preview.counts["dropped"]
+    note = f" {lost:,} documents lose tokens: raise --max-tokens or use --overflow split." if lost else ""
+    return Verdict(
+        OK,
+        f"{preview.num_rows:,} rows, {preview.fill:.1%} full; most even is {best.layout} ({best.balance:.3f}, padding "
+        f"{best.padding:.2%}).{note}",
+    )
+
+
+def plot_preview(preview: PackPreview, path: Path) -> None:
+    """Documents and tokens by length, and balance by layout, into a PNG file.
+
+    Raises:
+        ImportError: matplotlib is not installed (extra `plot`).
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.6, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    names = [f"{part.low:,}" for part in preview.histogram]
+    shares = {
+        "documents": [part.documents / preview.num_documents for part in preview.histogram],
+        "tokens": [part.tokens / preview.num_tokens for part in preview.histogram],
+    }
+    for offset, (label, values) in zip((-0.2, 0.2), shares.items(), strict=True):
+        left.bar([place + offset for place in range(len(names))], values, width=0.4, label=label)
+    left.set_xticks(range(len(names)), names, rotation=60)
+    left.set_xlabel("tokens of a document, at least")
+    left.set_ylabel("share")
+    left.legend()
+    right.barh([layout.layout for layout in preview.layouts], [layout.balance for layout in preview.layouts])
+    right.set_xlim(0, 1)
+    right.set_xlabel("mean over largest attention area of a rank")
+    FigureCanvasAgg(figure).print_png(str(path))
+
+
+def _layouts(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(text.split(",")))
+    unknown = [name for name in names if name not in CONCRETE_LAYOUTS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(CONCRETE_LAYOUTS)}")
+    return names

@@ -1,0 +1,233 @@
+"""What one process does in an optimizer step: rows, work, bytes, waits, seconds.
+
+The meter follows the training loop: `start` before the step's batches are taken, `fetched` when they are there,
+`take_row` before and `finish_row` after every micro-step, `stop` after the update. Between `stop` and the next `start`
+(evaluation, saving) nothing is noted. Nothing is sent, and the device is not waited for until the records are asked
+for.
+
+Invariant: what a record holds comes from the row's layout and plan, from the counter of sent bytes, and from the
+clock's marks; never from the shapes of local tensors.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+
+from hf_cp.config import IGNORE_INDEX, ContextParallelConfig
+from hf_cp.parallel.clock import Clock, LastAttention, Mark, Wait, seconds_between
+from hf_cp.parallel.mesh import ContextParallelMesh
+from hf_cp.parallel.peak import peak_memory_bytes
+from hf_cp.sequence.layout import SequenceLayout
+from hf_cp.sequence.plan import attention_plan
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step of one process (or, added up, several).
+
+    Args:
+        step (`int`): number of the optimizer step, from 1; of a sum, the last one.
+        seconds (`float`): from the taking of the batches to the end of the update.
+        data_seconds (`float`): until the batches were there, without waiting for other ranks.
+        work_seconds (`float`): forward and backward passes up to the backward pass of the first layer's attention
+            (without context parallelism, to their end), without waiting. What follows waits for other ranks in DDP or
+            ZeRO, and is in neither.
+        ring_wait_seconds, ulysses_wait_seconds (`float`): waiting for transfers of attention.
+        other_wait_seconds (`float`): waiting for peers in sums and status exchanges.
+        ring_flight_seconds, ulysses_flight_seconds (`float`): from the start of each transfer until it was taken,
+            added up; transfers overlap.
+        ring_bytes, ulysses_bytes (`int`): sent.
+        rows (`int`): rows with targets or without that this rank's group had.
+        tokens (`int`): tokens of documents; those of a shared row are counted on its first rank.
+        targets (`int`): tokens with loss on this rank.
+        slots (`int`): places for tokens on this rank, padding included.
+        area (`float`): visible (query, key) pairs over all layers, for all heads; a rank of u Ulysses ranks has 1 / u
+            of its shard's.
+        peak_memory_bytes (`int`): the most that the process has held so far.
+    """
+
+    step: int
+    seconds: float
+    data_seconds: float
+    work_seconds: float
+    ring_wait_seconds: float
+    ulysses_wait_seconds: float
+    other_wait_seconds: float
+    ring_flight_seconds: float
+    ulysses_flight_seconds: float
+    ring_bytes: int
+    ulysses_bytes: int
+    rows: int
+    tokens: int
+    targets: int
+    slots: int
+    area: float
+    peak_memory_bytes: int
+
+    @property
+    def busy_seconds(self) -> float:
+        """What this process needed by itself: others wait for the rank that has most of it."""
+        return self.data_seconds + self.work_seconds
+
+    @property
+    def wait_seconds(self) -> float:
+        return self.ring_wait_seconds + self.ulysses_wait_seconds + self.other_wait_seconds
+
+    def __add__(self, other: StepRecord) -> StepRecord:
+        latest = ("step", "peak_memory_bytes")
+        values = {f.name: (getattr(self, f.name), getattr(other, f.name)) for f in fields(self)}
+        return StepRecord(**{name: max(pair) if name in latest else sum(pair) for name, pair in values.items()})
+
+
+@dataclass
+class _Row:
+    """A micro-step: its own part of the clock's waits begins at `first_wait`."""
+
+    began: Mark
+    first_wait: int
+    ended: Mark | None = None
+    last_attention: LastAttention | None = None
+    num_waits: int = 0  # of the clock, at the end
+
+    def work_seconds(self, waits: list[Wait]) -> float:
+        end, num_waits = self.last_attention or (self.ended, self.num_waits)
+        return seconds_between(self.began, end) - sum(wait.waited for wait in waits[self.first_wait : num_waits])
+
+
+@dataclass
+class _OpenStep:
+    """A step whose marks may still lie ahead on the device."""
+
+    clock: Clock
+    began: Mark
+    began_on_host: Mark
+    ring_bytes: int
+    ulysses_bytes: int
+    fetched_on_host: Mark | None = None
+    num_fetch_waits: int = 0
+    ended: Mark | None = None
+    step: int = 0
+    tokens: int = 0
+    slots: int = 0
+    area: float = 0.0
+    peak_memory_bytes: int = 0
+    targets: list[torch.Tensor] = field(default_factory=list)  # scalars, maybe on the device
+    rows: list[_Row] = field(default_factory=list)
+
+    def record(self) -> StepRecord:
+        waits = self.clock.waits
+        waited, in_flight = Counter(), Counter()
+        for wait in waits:
+            waited[wait.axis] += wait.waited
+            in_flight[wait.axis] += wait.in_flight
+        fetch_waits = sum(wait.waited for wait in waits[: self.num_fetch_waits])
+        return StepRecord(
+            step=self.step,
+            seconds=seconds_between(self.began, self.ended),
+            data_seconds=max(0.0, seconds_between(self.began_on_host, self.fetched_on_host) - fetch_waits),
+            work_seconds=max(0.0, sum(row.work_seconds(waits) for row in self.rows)),
+            ring_wait_seconds=float(waited["ring"]),
+            ulysses_wait_seconds=float(waited["ulysses"]),
+            other_wait_seconds=float(sum(waited.values()) - waited["ring"] - waited["ulysses"]),
+            ring_flight_seconds=float(in_flight["ring"]),
+            ulysses_flight_seconds=float(in_flight["ulysses"]),
+            ring_bytes=self.ring_bytes,
+            ulysses_bytes=self.ulysses_bytes,
+            rows=len(self.rows),
+            tokens=self.tokens,
+            targets=sum(int(count) for count in self.targets),
+            slots=self.slots,
+            area=self.area,
+            peak_memory_bytes=self.peak_memory_bytes,
+        )
+
+
+class StepMeter:
+    """Measures the steps of this process.
+
+    Args:
+        mesh (`ContextParallelMesh`): whose traffic and waits are noted.
+        windows (`Mapping[int | None, int]`): sliding windows (`None`: full attention) and their numbers of layers.
+    """
+
+    def __init__(self, mesh: ContextParallelMesh, windows: Mapping[int | None, int]):
+        self.mesh, self.windows = mesh, dict(windows)
+        self._open: _OpenStep | None = None
+        self._stopped: list[_OpenStep] = []
+
+    def start(self) -> None:
+        """A step begins; one that was begun before and not stopped is forgotten."""
+        clock = self.mesh.traffic.clock = Clock(self.mesh.device_type)
+        traffic = self.mesh.traffic
+        self._open = _OpenStep(
+            clock, clock.mark(), clock.mark(on_host=True), traffic.ring_bytes, traffic.ulysses_bytes
+        )
+
+    def fetched(self) -> None:
+        """The step's batches are there."""
+        step = self._open
+        step.fetched_on_host, step.num_fetch_waits = step.clock.mark(on_host=True), len(step.clock.waits)
+
+    def take_row(self, batch: Mapping[str, Any], *, num_tokens: int) -> None:
+        """A micro-step begins.
+
+        Args:
+            batch: as the collator made it.
+            num_tokens (`int`): tokens of documents that this rank counts (those of a shared row on its first rank, of
+                a row that stands in for none nowhere).
+        """
+        step = self._open
+        if step is None:  # a training step outside of the loop
+            return
+        layout = batch.get("hf_cp_layout")
+        step.tokens += num_tokens
+        step.slots += batch["input_ids"].numel() if layout is None else layout.local_length
+        step.targets.append((batch["shift_labels"] != IGNORE_INDEX).sum())
+        step.area += self._area(layout or _whole_row(batch))
+        # what lies between two micro-steps belongs to the later one
+        begins = step.rows[-1].ended if step.rows else step.clock.mark()
+        step.clock.last_attention = None
+        step.rows.append(_Row(begins, step.rows[-1].num_waits if step.rows else step.num_fetch_waits))
+
+    def finish_row(self) -> None:
+        """A micro-step's backward pass has been issued."""
+        if self._open is not None:
+            row, clock = self._open.rows[-1], self._open.clock
+            row.ended, row.last_attention, row.num_waits = clock.mark(), clock.last_attention, len(clock.waits)
+
+    def stop(self, step: int) -> None:
+        """Step number `step` is done."""
+        if self._open is None:
+            return
+        done, traffic = self._open, self.mesh.traffic
+        done.step, done.ended = step, done.clock.mark()
+        done.ring_bytes = traffic.ring_bytes - done.ring_bytes
+        done.ulysses_bytes = traffic.ulysses_bytes - done.ulysses_bytes
+        done.peak_memory_bytes = peak_memory_bytes(self.mesh.device_type)
+        self._stopped.append(done)
+        self.close()
+
+    def close(self) -> None:
+        """Nothing is noted any more, until the next start."""
+        self._open = self.mesh.traffic.clock = None
+
+    def take_records(self) -> list[StepRecord]:
+        """Of the steps since the last call; waits for the device."""
+        stopped, self._stopped = self._stopped, []
+        return [step.record() for step in stopped]
+
+    def _area(self, layout: SequenceLayout) -> float:
+        """Of all layers, this rank's share of the heads."""
+        plans = ((attention_plan(layout, window=window), layers) for window, layers in self.windows.items())
+        return sum(layers * plan.area(self.mesh.ring_rank) for plan, layers in plans) / self.mesh.ulysses_size
+
+
+def _whole_row(batch: Mapping[str, Any]) -> SequenceLayout:
+    borders = batch["cu_seq_lens_q"].tolist()
+    lengths = [end - start for start, end in zip(borders, borders[1:], strict=False)]
+    return SequenceLayout(lengths, ContextParallelConfig())
