@@ -46,13 +46,13 @@ def run_fresh(function: Callable[..., Any], *args: Any, world_size: int = 1) -> 
 
 
 @contextmanager
-def busy_core(function: Callable[..., None], *args: Any) -> Iterator[None]:
-    """Keeps another core busy meanwhile: a process calls `function(*args)` again and again.
+def busy_core(make: Callable[..., Callable[[], None]], *args: Any) -> Iterator[None]:
+    """Keeps another core busy meanwhile: a process calls what `make(*args)` gives it again and again.
 
-    It starts after the first call has come back, so that what it builds is not part of anyone's measurement.
+    Begins when the first call has come back, so that nothing is built during anyone's measurement.
     """
     receiver, sender = CONTEXT.Pipe(duplex=False)
-    process = CONTEXT.Process(target=_again_and_again, args=(sender, function, args))
+    process = CONTEXT.Process(target=_again_and_again, args=(sender, make, args))
     process.start()
     sender.close()
     try:
@@ -97,12 +97,13 @@ def _process(sender: Connection, rank: int, world_size: int, port: int, function
         torch.distributed.destroy_process_group()
 
 
-def _again_and_again(sender: Connection, function: Callable, args: tuple) -> None:
+def _again_and_again(sender: Connection, make: Callable, args: tuple) -> None:
     torch.set_num_threads(1)
-    function(*args)
+    run = make(*args)
+    run()
     sender.send(None)
     while True:
-        function(*args)
+        run()
 
 
 def _free_port() -> int:

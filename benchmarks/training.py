@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 from fresh import busy_core, run_fresh
 from measure import ratio
-from training_step import Case, Measured, Sizes, measured_step, one_step
+from training_step import Case, Measured, Sizes, busy_step, measured_step
 
 ONE, TWO = "one process", "ring 2"
 CASES = ["full:2048:2", "lora:2048:2", "full:4096:1", "lora:4096:1", "lora:8192:1"]
@@ -90,10 +90,10 @@ def measure_case(case: Case, sizes: Sizes, names: tuple[str, ...], *, with_error
 def measure_run(name: str, case: Case, sizes: Sizes, with_error: bool) -> Measured:
     if name in (ONE, "untouched model"):
         small = sizes._replace(layers=max(1, sizes.layers // BUSY_SHARE))
-        with busy_core(one_step, name, case, small):
+        with busy_core(busy_step, name, case, small):
             return run_fresh(measured_step, name, case, sizes, with_error)[0]
     ranks = run_fresh(measured_step, name, case, sizes, with_error, world_size=2)
-    return Measured(*(max(values) for values in zip(*ranks, strict=True)))
+    return Measured.of_all(ranks)
 
 
 def case(text: str) -> Case:

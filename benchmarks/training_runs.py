@@ -11,7 +11,9 @@ attention operator.
 from __future__ import annotations
 
 import os
+import sys
 from abc import ABC, abstractmethod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -119,7 +121,7 @@ class DeepSpeedUlysses(Accelerated):
     """DeepSpeed's Ulysses through accelerate, with ZeRO-2 and the loss that accelerate's guide writes."""
 
     def __init__(self, model: torch.nn.Module):
-        from accelerate.utils import DeepSpeedSequenceParallelConfig
+        from accelerate.utils import DeepSpeedPlugin, DeepSpeedSequenceParallelConfig
         from deepspeed import init_distributed
 
         from hf_cp.training.zero import make_zero_config
@@ -127,8 +129,6 @@ class DeepSpeedUlysses(Accelerated):
         init_distributed("gloo", verbose=False)
         handler = DeepSpeedSequenceParallelConfig(sp_attn_implementation="sdpa", sp_seq_length_is_variable=True)
         self.size, self.rank = dist.get_world_size(), dist.get_rank()
-        from accelerate.utils import DeepSpeedPlugin
-
         accelerator = Accelerator(
             deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=make_zero_config(2, gradient_clipping=0.0)),
             parallelism_config=ParallelismConfig(sp_size=self.size, sp_backend="deepspeed", sp_handler=handler),
@@ -180,6 +180,13 @@ class TorchContextParallel(Accelerated):
         self.context.__exit__(None, None, None)
 
 
+def find_deepspeed_extension() -> None:
+    """DeepSpeed compiles its CPU communication once, with this environment's ninja; `make` keeps it in .cache."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(__file__).resolve().parents[1] / ".cache/torch_extensions"))
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+
+
 def allow_fsdp() -> None:
     """accelerate runs FSDP on accelerators only; this names its processes those of another kind of device."""
     assert PartialState(cpu=True).device.type == "cpu"
@@ -207,12 +214,12 @@ def ring_fsdp2(model: torch.nn.Module) -> Run:
 
 
 def ulysses_zero2(model: torch.nn.Module) -> Run:
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    find_deepspeed_extension()
     return Ours(model, ContextParallelConfig(ulysses_degree=2), "zero2")
 
 
 def deepspeed_ulysses(model: torch.nn.Module) -> Run:
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    find_deepspeed_extension()
     return DeepSpeedUlysses(model)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from fresh import peak_bytes
+from torch.distributed.tensor import DTensor
 from training_runs import RUNS, Run, Untouched
 
 from hf_cp.tools.plan import load_config
@@ -37,33 +39,41 @@ class Case(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Where the model differs from SmolLM2-135M: layers, query and K/V heads."""
+    """Layers, query and K/V heads, and vocabulary; the rest is SmolLM2-135M's."""
 
     layers: int
     heads: tuple[int, int] = (9, 3)
+    vocabulary: int = 49_152
 
 
 class Measured(NamedTuple):
-    """Of one process: seconds of the timed step, bytes, and (if asked for) the first step's gradients.
+    """Of one process: seconds of the timed step, bytes kept and ever held, and the first step's gradients.
 
-    `error` is the largest relative difference of a tensor's gradient from the exact one, `norm` the norm of all
-    gradients over the exact norm: 2 where they are all twice too large.
+    What was not asked for, or cannot be known, is `None`. `error` is the largest relative difference of a tensor's
+    gradient from the exact one, `norm` the norm of all gradients over the exact norm: 2 where all are twice as large.
     """
 
     seconds: float
-    kept: int
+    kept: int | None
     peak: int
-    error: float
-    norm: float
+    error: float | None
+    norm: float | None
+
+    @classmethod
+    def of_all(cls, ranks: list[Measured]) -> Measured:
+        """The slowest process, the fullest, the worst gradient."""
+        return cls(*(None if None in values else max(values) for values in zip(*ranks, strict=True)))
 
 
 def measured_step(name: str, case: Case, sizes: Sizes, with_error: bool) -> Measured:
-    """Args:
-    name (`str`): a key of `RUNS`.
-    case, sizes (`Case`, `Sizes`): what is trained.
-    with_error (`bool`): whether the first step's gradients are compared with those of the untouched model in fp64.
+    """Warms up, then times a step; every process of the run must call it.
+
+    Args:
+        name (`str`): a key of `RUNS`.
+        case, sizes (`Case`, `Sizes`): what is trained.
+        with_error (`bool`): whether the first step's gradients are compared with the untouched model's in fp64.
     """
-    run, rows = start(name, case, sizes), make_rows(case)
+    run, rows = start(name, case, sizes), make_rows(case, sizes)
     error, norm = warm_up(run, rows[0], sizes, case, with_error)
     if dist.is_initialized():
         dist.barrier()
@@ -74,21 +84,18 @@ def measured_step(name: str, case: Case, sizes: Sizes, with_error: bool) -> Meas
     run.backward(loss)
     run.update()
     seconds = time.perf_counter() - began
-    for parameter in run.model.parameters():
-        kept.pop(parameter.untyped_storage().data_ptr(), None)
-    return Measured(seconds, sum(kept.values()), peak_bytes(), error, norm)
+    return Measured(seconds, without_weights(kept, run.model), peak_bytes(), error, norm)
 
 
-_BUSY: list[tuple[Run, torch.Tensor]] = []
+def busy_step(name: str, case: Case, sizes: Sizes) -> Callable[[], None]:
+    """A step on the long row, to be made again and again: what keeps another core busy."""
+    run, row = start(name, case, sizes), make_rows(case, sizes)[1]
 
+    def step() -> None:
+        run.backward(run.forward(row))
+        run.update()
 
-def one_step(name: str, case: Case, sizes: Sizes) -> None:
-    """A step of a model that stays: what keeps another core busy."""
-    if not _BUSY:
-        _BUSY.append((start(name, case, sizes), make_rows(case)[1]))
-    run, row = _BUSY[0]
-    run.backward(run.forward(row))
-    run.update()
+    return step
 
 
 def start(name: str, case: Case, sizes: Sizes) -> Run:
@@ -100,7 +107,7 @@ def make_model(case: Case, sizes: Sizes) -> Any:
     from transformers import AutoModelForCausalLM
 
     config = load_config("smollm2-135m")
-    config.num_hidden_layers = sizes.layers
+    config.num_hidden_layers, config.vocab_size = sizes.layers, sizes.vocabulary
     config.num_attention_heads, config.num_key_value_heads = sizes.heads
     config.max_position_embeddings = max(config.max_position_embeddings, case.tokens)
     torch.manual_seed(0)
@@ -112,18 +119,20 @@ def make_model(case: Case, sizes: Sizes) -> Any:
     return model.train()
 
 
-def make_rows(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+def make_rows(case: Case, sizes: Sizes) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids, int64 [tokens], of the warm-up and of the timed step."""
     generator = torch.Generator().manual_seed(1)
-    vocabulary = load_config("smollm2-135m").vocab_size
-    short, row = (torch.randint(0, vocabulary, (n,), generator=generator) for n in (WARM_UP_TOKENS, case.tokens))
+    lengths = (WARM_UP_TOKENS, case.tokens)
+    short, row = (torch.randint(0, sizes.vocabulary, (n,), generator=generator) for n in lengths)
     return short, row
 
 
-def warm_up(run: Run, row: torch.Tensor, sizes: Sizes, case: Case, with_error: bool) -> tuple[float, float]:
-    """A step; (error, norm) of its gradients, or NaN."""
+def warm_up(
+    run: Run, row: torch.Tensor, sizes: Sizes, case: Case, with_error: bool
+) -> tuple[float | None, float | None]:
+    """A step; (error, norm) of its gradients, if they are compared."""
     run.backward(run.forward(row))
-    found = float("nan"), float("nan")
+    found = None, None
     if with_error:
         found = compare(run.gradients(), exact_gradients(row, case, sizes))
     run.update()
@@ -145,8 +154,17 @@ def compare(gradients: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) 
     return max(errors), norms[0] / norms[1]
 
 
+def without_weights(kept: dict[int, int], model: torch.nn.Module) -> int | None:
+    """Bytes that are no weights; `None` under FSDP, whose gathered weights cannot be told apart."""
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        return None
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    return sum(size for place, size in kept.items() if place not in weights)
+
+
 def counted(tensor: torch.Tensor, kept: dict[int, int]) -> torch.Tensor:
     """Notes the storage that autograd keeps; as often as it is kept, it is the same one."""
-    storage = tensor.untyped_storage()
+    with torch.no_grad():
+        storage = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
     kept[storage.data_ptr()] = storage.nbytes()
     return tensor

@@ -20,11 +20,13 @@ if TYPE_CHECKING:
     from hf_cp.sequence.plan import AttentionPlan
     from hf_cp.tools.verify import verify_context_parallel
     from hf_cp.training.attach import attach_context_parallel
+    from hf_cp.training.callback import ContextParallelCallback
     from hf_cp.training.plugin import ContextParallelPlugin
     from hf_cp.training.trainer import ContextParallelTrainer, ContextParallelTrainerMixin
 
 _MODULES = {
     "AttentionPlan": "hf_cp.sequence.plan",
+    "ContextParallelCallback": "hf_cp.training.callback",
     "ContextParallelMesh": "hf_cp.parallel.mesh",
     "ContextParallelPlugin": "hf_cp.training.plugin",
     "ContextParallelTrainer": "hf_cp.training.trainer",
@@ -43,6 +45,7 @@ _MODULES = {
 
 __all__ = [
     "AttentionPlan",
+    "ContextParallelCallback",
     "ContextParallelConfig",
     "ContextParallelMesh",
     "ContextParallelPlugin",

@@ -24,7 +24,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_cp.attention.kernels import choose_kernel
 from hf_cp.attention.once import make_now
-from hf_cp.attention.usp import context_parallel_attention
+from hf_cp.attention.usp import choose_engine, context_parallel_attention
 from hf_cp.config import ContextParallelConfig
 from hf_cp.models.batch import check_batch
 from hf_cp.models.checkpointing import KeptAttention, kept_attention
@@ -35,6 +35,7 @@ from hf_cp.models.rope import frequencies_of_the_row, rotaries_by_length
 from hf_cp.models.tiled_mlp import check_mlps, tile_mlps, untile_mlps
 from hf_cp.parallel.mesh import ContextParallelMesh
 from hf_cp.sequence.layout import SequenceLayout
+from hf_cp.sequence.plan import attention_plan
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ class ContextParallelState:
     rotaries: tuple[nn.Module, ...] = ()  # those whose frequencies depend on the row's length
     active: bool = True
     kernel_name: str | None = None  # of the first attention call
+    engine_name: str | None = None  # of the ring axis, in the first attention call
     lockstep_length: int = 0  # of the row in the layer that runs; its attention sets it for the MLP that follows
     patched: Callable | None = None  # the function in place of `forward`
 
@@ -241,6 +243,7 @@ def _forward(
     **kwargs: Any,
 ) -> CausalLMOutputWithPast:
     """The model on this rank's shard, loss in chunks; logits of the shard if there are no labels."""
+    state.mesh.traffic.note_forward()
     tokens = kwargs.get("inputs_embeds") if input_ids is None else input_ids
     check_batch(tokens, attention_mask, labels, shift_labels, layout, state.mesh)
     if position_ids is None:
@@ -322,6 +325,7 @@ def _attention(
     place.follow(out)
     if state.kernel_name is None:  # known once the first call has shown the dtype; said once
         state.kernel_name = choose_kernel(state.config.kernel, out, out).name
+        state.engine_name = choose_engine(state.config, attention_plan(hf_cp_layout, window=sliding_window))
         if state.mesh.rank == 0:
             logger.info("Attention runs the %s kernel in %s on %s", state.kernel_name, out.dtype, out.device.type)
     return out.unsqueeze(0), None

@@ -48,8 +48,8 @@ class Wait(NamedTuple):
         return seconds_between(self.started, self.ended)
 
 
-class LastAttention(NamedTuple):
-    """Where the latest backward pass of attention ended, and how many waits had been noted by then."""
+class Point(NamedTuple):
+    """A place in a micro-step: when it was reached, and how many waits had been noted by then."""
 
     mark: Mark
     num_waits: int
@@ -63,14 +63,17 @@ class Clock:
 
     Attributes:
         waits (`list[Wait]`): in the order in which they ended.
-        last_attention (`LastAttention`, *optional*): of a backward pass. With the first layer's it is nearly done, and
-            what follows in the call, the reduction of gradients by DDP or ZeRO, waits for other ranks.
+        forward (`Point`, *optional*): where the latest forward pass of the model has begun. What comes before it in
+            the call (DDP's broadcast of buffers) waits for other ranks.
+        last_attention (`Point`, *optional*): where the latest backward pass of a layer's attention has ended. With the
+            first layer's, the whole is nearly done; what follows (DDP's or ZeRO's reduction) waits for other ranks.
     """
 
     def __init__(self, device_type: str):
         self.device_type = device_type
         self.waits: list[Wait] = []
-        self.last_attention: LastAttention | None = None
+        self.forward: Point | None = None
+        self.last_attention: Point | None = None
 
     def mark(self, *, on_host: bool = False) -> Mark:
         """Now, in the order of the stream or (CPU, `on_host`) of the host."""
@@ -80,9 +83,9 @@ class Clock:
         event.record()
         return event
 
-    def note_attention(self) -> None:
-        """The backward pass of a layer's attention ends here."""
-        self.last_attention = LastAttention(self.mark(), len(self.waits))
+    def point(self) -> Point:
+        """Here and now."""
+        return Point(self.mark(), len(self.waits))
 
 
 def seconds_between(start: Mark, end: Mark) -> float:

@@ -29,7 +29,12 @@ class Traffic:
         """Now, for a transfer that starts; `None` without a clock."""
         return None if self.clock is None else self.clock.mark()
 
-    def note_attention(self) -> None:
-        """See [`Clock.note_attention`]."""
+    def note_forward(self) -> None:
+        """A forward pass of the model begins here; see [`Clock`]."""
         if self.clock is not None:
-            self.clock.note_attention()
+            self.clock.forward = self.clock.point()
+
+    def note_attention(self) -> None:
+        """The backward pass of a layer's attention ends here; see [`Clock`]."""
+        if self.clock is not None:
+            self.clock.last_attention = self.clock.point()

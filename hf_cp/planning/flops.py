@@ -15,15 +15,16 @@ def training_flops(model: ModelShape, *, tokens: float, area: float, trains_weig
 
     Linear layers: one product forward, one backward for the inputs, one for the weights if they are trained: 6 (or 4)
     operations for each weight and token. Adapters are left out; with a small rank they are about a percent. Attention:
-    see [`attention_flops`].
+    two products forward, four backward. (A flash kernel makes a fifth, the scores once more; it is not needed.)
 
     Args:
         model (`ModelShape`): dense layers only; experts that are not chosen would be counted.
-        tokens (`float`): n, all that go through the model.
+        tokens (`float`): n, all through the model.
         area (`float`): visible (query, key) pairs, over all layers.
         trains_weights (`bool`): `False` where only adapters are trained.
     """
     per_weight = 6.0 if trains_weights else 4.0
     weights = model.linear_parameters + model.vocab_size * model.hidden_size
     shape = AttentionShape(model.num_heads, model.num_kv_heads, model.head_dim)
-    return per_weight * weights * tokens + sum(attention_flops(shape, area))
+    forward, _ = attention_flops(shape, area)
+    return per_weight * weights * tokens + 3 * forward

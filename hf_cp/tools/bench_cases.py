@@ -5,7 +5,8 @@ may be compared. The matrix follows from options and files alone: every rank mak
 
 >>> heads = Heads("gqa", 8, 2, 64)
 >>> setting = Setting("single", (2048,), heads, "float32", recompute=False)
->>> [Case(setting, config).method for config in methods(ContextParallelConfig(), [(2, 1), (1, 2)], ["p2p"], ["zigzag"])]
+>>> configs = methods(ContextParallelConfig(), [(2, 1), (1, 2)], ["p2p"], ["zigzag"])
+>>> [Case(setting, config).method for config in configs]
 ['ring 2, p2p, zigzag', 'ulysses 2']
 """
 
@@ -21,9 +22,8 @@ import torch
 
 from hf_cp.config import ContextParallelConfig, check_heads, head_counts
 
-__all__ = ["ATTENTION_TYPES", "Case", "Heads", "Setting", "heads_of", "make_cases", "methods", "packed_row"]
+__all__ = ["Case", "Heads", "Setting", "heads_of", "make_cases", "methods", "packed_row"]
 
-ATTENTION_TYPES = ("mha", "gqa", "mqa")
 MEDIAN_DOCUMENT = 0.08  # of the row, in the packed row that is drawn: a dozen documents, half of the tokens in a few
 
 
@@ -142,17 +142,17 @@ def methods(
     engines: Sequence[str],
     layouts: Sequence[str],
 ) -> Iterator[ContextParallelConfig]:
-    """Every split; engines and layouts only where there is a ring. Combinations that the config refuses are left out."""
+    """Every split that a config allows; engines and layouts only where there is a ring."""
     for ring, ulysses in degrees:
-        for engine in engines if ring > 1 else engines[:1]:
-            for layout in layouts if ring > 1 else layouts[:1]:
-                if engine == "p2p" and base.grad_comm_dtype == "compute":
-                    if ring > 1:
-                        continue
-                    engine = "exchange"  # without a ring there is no engine
-                yield dataclasses.replace(
-                    base, ring_degree=ring, ulysses_degree=ulysses, ring_comm=engine, layout=layout, force=True
-                )
+        split = dataclasses.replace(base, ring_degree=ring, ulysses_degree=ulysses, force=True)
+        if ring == 1:
+            yield split
+            continue
+        for engine in engines:
+            if engine == "p2p" and base.grad_comm_dtype == "compute":
+                continue  # a relay would round the sums
+            for layout in layouts:
+                yield dataclasses.replace(split, ring_comm=engine, layout=layout)
 
 
 def make_cases(settings: Iterable[Setting], configs: Sequence[ContextParallelConfig]) -> tuple[list[Case], list[str]]:

@@ -121,7 +121,7 @@ class Result:
 
 
 class Meshes:
-    """A mesh per pair of degrees, since its process groups are made by all ranks together; each with a case's config."""
+    """A mesh per pair of degrees, since its process groups are made by all ranks together; with a case's config."""
 
     def __init__(self, device_type: str):
         self.device_type = device_type
@@ -235,7 +235,7 @@ def _attend(
 
 
 def timed(run: Run, mesh: ContextParallelMesh) -> list[float]:
-    """Seconds of `run` on every rank, by rank; all start together. On CUDA by events, so that the host may run ahead."""
+    """Seconds of `run` by rank; all ranks start together. On CUDA by events, so that the host may run ahead."""
     if mesh.device_type == "cuda":
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()  # what came before is no part of it
@@ -286,9 +286,8 @@ def _error(case: Case, mesh: ContextParallelMesh) -> float:
         for x in (actual.double() - wanted, wanted)
     ]
     totals = sum_over_world(squares, mesh=mesh)
-    return max(
-        (difference / value) ** 0.5 for difference, value in zip(totals[::2], totals[1::2], strict=True) if value
-    )
+    differences, values = np.array(totals[::2]), np.array(totals[1::2])
+    return float(np.sqrt(differences / values).max())  # NaN if any is
 
 
 def _whole_row(setting: Setting, device_type: str) -> Tensors:
@@ -304,7 +303,7 @@ def _whole_row(setting: Setting, device_type: str) -> Tensors:
 
 def _reference(row: Tensors, doc_lengths: Sequence[int]) -> Tensors:
     """(out, grad_q, grad_k, grad_v) in fp64: PyTorch's plain attention, one document after the other."""
-    *qkv, grad_out = (x.double() for x in row)
+    *qkv, grad_out = (x.detach().double() for x in row)
     leaves = [x.requires_grad_() for x in qkv]
     outs = []
     with sdpa_kernel(SDPBackend.MATH):

@@ -10,14 +10,16 @@ from collections.abc import Sequence
 from types import ModuleType
 
 import hf_cp
-from hf_cp.tools import doctor, env, pack, plan, recipes, universal, verify_command
+from hf_cp.tools import bench, doctor, env, pack, plan, recipes, run_report, universal, verify_command
 
 COMMANDS: dict[str, ModuleType] = {
+    "bench": bench,
     "doctor": doctor,
     "env": env,
     "pack": pack,
     "plan": plan,
     "recipes": recipes,
+    "report": run_report,
     "universal": universal,
     "verify": verify_command,
 }

@@ -214,7 +214,14 @@ class Subject:
         from hf_cp.models.rope import set_rope_parameters
         from hf_cp.tools.plan import load_config
 
-        config = load_config(self.model_name)
+        try:
+            config = load_config(self.model_name)
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ValueError(
+                f"The config of the model {self.model_name!r} cannot be read here: {reason}\n"
+                "  Give --model with a folder or a config.json, or download the model first."
+            ) from error
         with contextlib.suppress(NotGiven):
             if "rope_parameters" in self.train:
                 set_rope_parameters(config, self.train["rope_parameters"])
@@ -264,11 +271,19 @@ class Subject:
 
     @part
     def tokenizer(self) -> Any:
-        """Of the model, where it has one here."""
+        """Of the model (or as given); `None` where it has none, or none that can be read here."""
+        from hf_cp.tools.plan import known_models
         from hf_cp.tools.verify_inputs import load_tokenizer
 
-        name = self.args.tokenizer or self.model_name
-        return load_tokenizer(str(name)) if Path(name).exists() else None
+        name = str(self.args.tokenizer or self.model_name)
+        if name.lower() in known_models():  # sizes only
+            return None
+        try:
+            return load_tokenizer(name)
+        except OSError:
+            if self.args.tokenizer is not None:
+                raise
+            return None  # documents of text are then refused, with the reason
 
     @part
     def collator(self) -> Any:

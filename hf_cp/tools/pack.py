@@ -193,7 +193,13 @@ def read_packed(args: argparse.Namespace, config: ContextParallelConfig) -> Pack
     by_length = args.lengths is not None
     features = documents_of_lengths(read_lengths(args.lengths)) if by_length else load_features(args.data)
     progress(f"Packing {len(features):,} features")
-    return PackedDataset(features, collator=collator)
+    try:
+        return PackedDataset(features, collator=collator)
+    except ValueError as error:
+        reason, _, _ = str(error).partition("\n")
+        if tokenizer is None and "there is no tokenizer" in reason:
+            raise ValueError(f"{reason}\n  Give --tokenizer DIR, a folder with the model's tokenizer.") from None
+        raise
 
 
 def tables(preview: PackPreview, config: ContextParallelConfig) -> list[Table]:

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import os
-import resource
-import sys
 from collections.abc import Mapping
 
-import torch
-
 from hf_cp.parallel.mesh import ContextParallelMesh
+from hf_cp.parallel.peak import GIB, peak_memory_bytes
 from hf_cp.parallel.reduce import sum_over_world
 
 __all__ = ["peak_memory_gib", "plot_losses"]
-
-GIB = 1024**3
 
 
 def peak_memory_gib(mesh: ContextParallelMesh) -> list[float]:
@@ -22,11 +17,8 @@ def peak_memory_gib(mesh: ContextParallelMesh) -> list[float]:
 
     All ranks must call it.
     """
-    if mesh.device_type == "cuda":
-        peak_bytes = torch.cuda.max_memory_allocated()
-    else:  # kilobytes everywhere but on macOS
-        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    own = [peak_bytes / GIB if rank == mesh.rank else 0.0 for rank in range(mesh.world_size)]
+    gib = peak_memory_bytes(mesh.device_type) / GIB
+    own = [gib if rank == mesh.rank else 0.0 for rank in range(mesh.world_size)]
     return [round(gib, 3) for gib in sum_over_world(own, mesh=mesh)]
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from hf_cp.config import IGNORE_INDEX, ContextParallelConfig
-from hf_cp.parallel.clock import Clock, LastAttention, Mark, Wait, seconds_between
+from hf_cp.parallel.clock import Clock, Mark, Point, Wait, seconds_between
 from hf_cp.parallel.mesh import ContextParallelMesh
 from hf_cp.parallel.peak import peak_memory_bytes
 from hf_cp.sequence.layout import SequenceLayout
@@ -34,9 +34,10 @@ class StepRecord:
         step (`int`): number of the optimizer step, from 1; of a sum, the last one.
         seconds (`float`): from the taking of the batches to the end of the update.
         data_seconds (`float`): until the batches were there, without waiting for other ranks.
-        work_seconds (`float`): forward and backward passes up to the backward pass of the first layer's attention
-            (without context parallelism, to their end), without waiting. What follows waits for other ranks in DDP or
-            ZeRO, and is in neither.
+        work_seconds (`float`): forward and backward passes, from the call of the patched model to the backward pass of
+            the first layer's attention, and what the loop does before them; without waiting. What is left out waits
+            for other ranks in DDP or ZeRO. ZeRO-3 and FSDP also wait inside, where they gather parameters; that counts
+            as work. A model that is not patched has all of the micro-step here.
         ring_wait_seconds, ulysses_wait_seconds (`float`): waiting for transfers of attention.
         other_wait_seconds (`float`): waiting for peers in sums and status exchanges.
         ring_flight_seconds, ulysses_flight_seconds (`float`): from the start of each transfer until it was taken,
@@ -86,17 +87,25 @@ class StepRecord:
 
 @dataclass
 class _Row:
-    """A micro-step: its own part of the clock's waits begins at `first_wait`."""
+    """A micro-step."""
 
-    began: Mark
-    first_wait: int
-    ended: Mark | None = None
-    last_attention: LastAttention | None = None
-    num_waits: int = 0  # of the clock, at the end
+    began: Point
+    taken: Point
+    forward: Point | None = None
+    last_attention: Point | None = None
+    ended: Point | None = None
 
     def work_seconds(self, waits: list[Wait]) -> float:
-        end, num_waits = self.last_attention or (self.ended, self.num_waits)
-        return seconds_between(self.began, end) - sum(wait.waited for wait in waits[self.first_wait : num_waits])
+        if self.forward is None or self.last_attention is None:
+            return _own_seconds(self.began, self.ended, waits)
+        inside = _own_seconds(self.forward, self.last_attention, waits)
+        return _own_seconds(self.began, self.taken, waits) + inside
+
+
+def _own_seconds(start: Point, end: Point, waits: list[Wait]) -> float:
+    """Between two points, without the waits between them."""
+    waited = sum(wait.waited for wait in waits[start.num_waits : end.num_waits])
+    return seconds_between(start.mark, end.mark) - waited
 
 
 @dataclass
@@ -108,8 +117,8 @@ class _OpenStep:
     began_on_host: Mark
     ring_bytes: int
     ulysses_bytes: int
+    fetched: Point | None = None
     fetched_on_host: Mark | None = None
-    num_fetch_waits: int = 0
     ended: Mark | None = None
     step: int = 0
     tokens: int = 0
@@ -125,7 +134,7 @@ class _OpenStep:
         for wait in waits:
             waited[wait.axis] += wait.waited
             in_flight[wait.axis] += wait.in_flight
-        fetch_waits = sum(wait.waited for wait in waits[: self.num_fetch_waits])
+        fetch_waits = sum(wait.waited for wait in waits[: self.fetched.num_waits])
         return StepRecord(
             step=self.step,
             seconds=seconds_between(self.began, self.ended),
@@ -171,7 +180,7 @@ class StepMeter:
     def fetched(self) -> None:
         """The step's batches are there."""
         step = self._open
-        step.fetched_on_host, step.num_fetch_waits = step.clock.mark(on_host=True), len(step.clock.waits)
+        step.fetched, step.fetched_on_host = step.clock.point(), step.clock.mark(on_host=True)
 
     def take_row(self, batch: Mapping[str, Any], *, num_tokens: int) -> None:
         """A micro-step begins.
@@ -189,16 +198,16 @@ class StepMeter:
         step.slots += batch["input_ids"].numel() if layout is None else layout.local_length
         step.targets.append((batch["shift_labels"] != IGNORE_INDEX).sum())
         step.area += self._area(layout or _whole_row(batch))
+        step.clock.forward = step.clock.last_attention = None
         # what lies between two micro-steps belongs to the later one
-        begins = step.rows[-1].ended if step.rows else step.clock.mark()
-        step.clock.last_attention = None
-        step.rows.append(_Row(begins, step.rows[-1].num_waits if step.rows else step.num_fetch_waits))
+        began = step.rows[-1].ended if step.rows else step.fetched
+        step.rows.append(_Row(began, step.clock.point()))
 
     def finish_row(self) -> None:
         """A micro-step's backward pass has been issued."""
         if self._open is not None:
             row, clock = self._open.rows[-1], self._open.clock
-            row.ended, row.last_attention, row.num_waits = clock.mark(), clock.last_attention, len(clock.waits)
+            row.forward, row.last_attention, row.ended = clock.forward, clock.last_attention, clock.point()
 
     def stop(self, step: int) -> None:
         """Step number `step` is done."""

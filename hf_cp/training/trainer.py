@@ -37,12 +37,13 @@ from hf_cp.training.refusals import check_datasets, check_gradient_sums, check_r
 from hf_cp.training.resume import CheckpointsMixin
 from hf_cp.training.rows import make_train_loader
 from hf_cp.training.sft import complete_sft, exact_token_count, is_sft, joins_rows_itself
+from hf_cp.training.telemetry import TelemetryMixin
 from hf_cp.training.zero import check_batch_sizes, check_precision, complete_zero_config, keep_grad_norm
 
 logger = get_logger(__name__)
 
 
-class ContextParallelTrainerMixin(EvaluationMixin, CheckpointsMixin):
+class ContextParallelTrainerMixin(EvaluationMixin, CheckpointsMixin, TelemetryMixin):
     """Put before a [`transformers.Trainer`] class: `class MyTrainer(ContextParallelTrainerMixin, SomeTrainer)`.
 
     With a [`DataCollatorForContextParallel`] that has `max_tokens`, the documents of a dataset are packed into rows of
@@ -105,7 +106,7 @@ class ContextParallelTrainerMixin(EvaluationMixin, CheckpointsMixin):
         if context_parallel_state(self.model) is not None:
             self.label_smoother = None  # it shifts labels by one slot of a shard; the patched model smooths itself
         if self._own_rows:
-            logger.info(f"{self.cp_mesh}: {self.get_total_train_batch_size(self.args)} rows per optimizer step.")
+            self._add_observer()
 
     @property
     def cp_mesh(self) -> ContextParallelMesh:
@@ -230,14 +231,17 @@ class ContextParallelTrainerMixin(EvaluationMixin, CheckpointsMixin):
 
     def _count_tokens(self, inputs: dict[str, Any]) -> int:
         """Tokens of documents in this micro-step's rows of all ranks, each once."""
+        return sum_over_world([self._count_own_tokens(inputs)], mesh=self.cp_mesh)[0]
+
+    def _count_own_tokens(self, inputs: dict[str, Any]) -> int:
+        """Those of this rank's row; its first rank counts them."""
         layout = inputs.get("hf_cp_layout")
         if layout is None:  # a whole row; one of a single token has no target and stands in where rows ran out
-            num_tokens = inputs["input_ids"].numel() if inputs["input_ids"].numel() > 1 else 0
+            return inputs["input_ids"].numel() if inputs["input_ids"].numel() > 1 else 0
         else:
             collator = self.data_collator.for_rank(self.cp_mesh)
             stands_in = layout.row_digest == collator.collate(collator.masked_row())[1]
-            num_tokens = 0 if stands_in or self.cp_mesh.cp_rank else layout.num_tokens
-        return sum_over_world([num_tokens], mesh=self.cp_mesh)[0]
+            return 0 if stands_in or self.cp_mesh.cp_rank else layout.num_tokens
 
     # Training
 

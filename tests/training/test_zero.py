@@ -233,6 +233,18 @@ def test_bf16(pair):
         assert abs(mean_residual(shared["losses"], exact.losses)) < 2 * drift + 1e-3
 
 
+def test_numbers_of_the_run(pair):
+    """Rows of 2, 2 and 1 in 3 steps, whatever the stage: all tokens, and bytes of fp32 rows."""
+    for result in pair:
+        logs = [case["run_numbers"] for case in (result["trainer"], *result["trainer_stages"].values())]
+        for log in logs:
+            assert sum(entry["cp/tokens"] for entry in log) == sum(LENGTHS)
+            for name in ("cp/tokens", "cp/targets", "cp/ring_bytes", "cp/work_max_over_mean"):
+                assert [entry[name] for entry in log] == [entry[name] for entry in logs[0]]
+            assert all(entry["cp/ring_bytes"] > 0 and entry["cp/tokens_per_second"] > 0 for entry in log)
+            assert all(entry["cp/slowest_rank"] in (0, 1) for entry in log)
+
+
 def test_evaluation_inside_training(pair):
     """eval_on_start measures the first weights, evaluate() after training the last ones; equal on both ranks."""
     documents = make_documents(LENGTHS)

@@ -195,6 +195,7 @@ def trainer_run(
         "trainable": (before, [name for name, p in model.named_parameters() if p.requires_grad]),
         "train_batch_size": trainer.deepspeed.train_batch_size(),
         "rows_per_step": trainer.get_total_train_batch_size(trainer.args),
+        "run_numbers": [{k: v for k, v in entry.items() if k.startswith("cp/")} for entry in log if "loss" in entry],
         "type": type(trainer.deepspeed).__name__,
     }
 

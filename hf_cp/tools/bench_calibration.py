@@ -1,0 +1,215 @@
+"""What `hf-cp plan` assumes about a machine, measured: links, the attention kernel, matrix products.
+
+A link is fitted as seconds = messages x latency + bytes / bandwidth over messages of several sizes; every point's
+relative error weighs the same. Groups inside a node and groups over nodes are different links. The planner knows one
+of each, so hops and all-to-alls over it are fitted together, and apart for the report. Invariant: what was not
+measured is not reported; the planner keeps its own value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from hf_cp.config import ContextParallelConfig
+from hf_cp.parallel.collectives import finish_all_to_all, start_all_to_all, start_hop
+from hf_cp.parallel.mesh import ContextParallelMesh
+from hf_cp.planning.step_time import GIGA, HALF_EFFICIENCY_TOKENS, TERA
+from hf_cp.sequence.costs import AttentionShape, attention_flops
+from hf_cp.tools.bench_cases import Case, Setting
+from hf_cp.tools.bench_measure import NOISE, Meshes, Run, Spread, measure, timed
+
+__all__ = ["Calibration", "Link", "calibrate", "fit"]
+
+
+class Sizes(NamedTuple):
+    """How much is measured: bytes of messages, side of the matrices, rounds."""
+
+    messages: tuple[int, ...]
+    matrix: int
+    rounds: int
+
+
+SIZES = {
+    "cpu": Sizes((2**12, 2**16, 2**20, 2**22, 2**24), 1024, 9),
+    "cuda": Sizes((2**12, 2**16, 2**20, 2**24, 2**26, 2**28), 8192, 15),
+    "quick": Sizes((2**12, 2**18, 2**20), 256, 2),
+}
+
+
+class Point(NamedTuple):
+    """Seconds (median of the slowest rank) to send `num_bytes` in all, in `messages` messages."""
+
+    messages: int
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Link:
+    """A process's way out to the others of its group.
+
+    Attributes:
+        kind (`str`): "hop" (send and receive around the ring) or "all-to-all".
+        ranks (`int`): size of the group.
+        in_node (`bool`): whether all its ranks are on one node.
+        points (`list[Point]`): what was measured.
+        latency (`float`): seconds of a message without content.
+        bytes_per_second (`float`): of long messages.
+        residual (`float`): root mean square of the fit's relative errors.
+    """
+
+    kind: str
+    ranks: int
+    in_node: bool
+    points: list[Point]
+    latency: float
+    bytes_per_second: float
+    residual: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Links, rates, and the fields of [`hf_cp.planning.devices.Device`] that follow from them."""
+
+    links: list[Link]
+    attention: Spread
+    attention_tflops: float
+    matmul: Spread
+    matmul_tflops: float
+    device: dict[str, Any]
+
+    @property
+    def is_noisy(self) -> bool:
+        """Whether a rate varies, or a link is off its line, by more than a case may."""
+        return max(self.attention.width, self.matmul.width, *(link.residual for link in self.links)) > NOISE
+
+
+def calibrate(
+    setting: Setting, meshes: Meshes, base: ContextParallelConfig, *, per_node: int, quick: bool
+) -> Calibration:
+    """Measures this machine; all ranks must call it.
+
+    Args:
+        setting (`Setting`): heads, dtype and length of the document on which the kernel is timed.
+        meshes (`Meshes`): made so far.
+        base (`ContextParallelConfig`): names the kernel.
+        per_node (`int`): consecutive ranks on a node.
+        quick (`bool`): few and small messages.
+    """
+    sizes = SIZES["quick" if quick else meshes.device_type]
+    alone = _with_degrees(base, 1, 1)
+    attention = _attention(setting, alone, meshes, sizes)
+    flops = sum(attention_flops(_shape(setting), _area(setting)))
+    matmul = _matmul(setting.torch_dtype, meshes.of(alone), sizes)
+    links = [
+        _link(kind, span, span <= per_node, meshes, sizes, base)
+        for span in _spans(meshes.of(alone).world_size, per_node)
+        for kind in ("hop", "all-to-all")
+    ]
+    rates = (
+        flops / attention.median / _efficiency(setting) / TERA,
+        2.0 * sizes.matrix**3 / matmul.median / TERA,
+    )
+    return Calibration(links, attention, rates[0], matmul, rates[1], _device(links, *rates, meshes.device_type))
+
+
+def fit(points: Sequence[Point]) -> tuple[float, float, float]:
+    """(latency, bytes per second, residual) of seconds = messages x latency + bytes / bandwidth.
+
+    Least squares of relative errors. Neither may be negative: where the free optimum is, the best latency is 0.
+
+    >>> latency, rate, residual = fit([Point(1, n, 1e-5 + n / 2e9) for n in (1000, 10**6, 10**8)])
+    >>> f"{latency:.1e} s, {rate / 1e9:.2f} GB/s, error {residual:.1%}"
+    '1.0e-05 s, 2.00 GB/s, error 0.0%'
+    """
+    seconds = np.array([point.seconds for point in points])
+    counts = np.array([(point.messages, point.num_bytes) for point in points]) / seconds[:, None]
+    scale = counts.max(axis=0)  # latency and seconds per byte are many powers of ten apart
+    latency, per_byte = np.linalg.lstsq(counts / scale, np.ones(len(points)), rcond=None)[0] / scale
+    if latency < 0 or per_byte <= 0:
+        bytes_only = counts[:, 1]
+        latency, per_byte = 0.0, bytes_only.sum() / (bytes_only @ bytes_only)
+    residual = float(np.sqrt(np.mean((counts @ (latency, per_byte) - 1) ** 2)))
+    return float(latency), float(1 / per_byte), residual
+
+
+def _spans(world_size: int, per_node: int) -> Iterator[int]:
+    """Sizes of groups of consecutive ranks: a whole node, and the whole world where it has more than one."""
+    yield from sorted({span for span in (per_node, world_size) if span > 1})
+
+
+def _with_degrees(base: ContextParallelConfig, ring: int, ulysses: int) -> ContextParallelConfig:
+    return replace(base, ring_degree=ring, ulysses_degree=ulysses, head_chunks=1, force=True)
+
+
+def _link(kind: str, span: int, in_node: bool, meshes: Meshes, sizes: Sizes, base: ContextParallelConfig) -> Link:
+    mesh = meshes.of(_with_degrees(base, *((span, 1) if kind == "hop" else (1, span))))
+    make = _hop if kind == "hop" else _all_to_all
+    points = []
+    for num_bytes in sizes.messages:
+        run, messages, sent = make(num_bytes, mesh)
+        seconds = [max(timed(run, mesh)) for _ in range(sizes.rounds + 1)][1:]
+        points.append(Point(messages, sent, float(np.median(seconds))))
+    return Link(kind, span, in_node, points, *fit(points))
+
+
+def _hop(num_bytes: int, mesh: ContextParallelMesh) -> tuple[Run, int, int]:
+    """(what is timed, messages, bytes that leave)."""
+    tensor = torch.zeros(num_bytes, dtype=torch.uint8, device=mesh.device_type)
+    return lambda: start_hop(tensor, mesh, received_rows=num_bytes).wait(), 1, num_bytes
+
+
+def _all_to_all(num_bytes: int, mesh: ContextParallelMesh) -> tuple[Run, int, int]:
+    """Blocks of equal size to all other ranks, `num_bytes` together."""
+    others = mesh.ulysses_size - 1
+    blocks = torch.zeros(others + 1, num_bytes // others, dtype=torch.uint8, device=mesh.device_type)
+    return lambda: finish_all_to_all(start_all_to_all(blocks, mesh)), others, num_bytes // others * others
+
+
+def _attention(setting: Setting, alone: ContextParallelConfig, meshes: Meshes, sizes: Sizes) -> Spread:
+    """One causal document in every process at the same time: forward and backward pass of the kernel."""
+    (result,) = measure([Case(setting, alone)], meshes, rounds=sizes.rounds, warm_up=1)
+    return result.seconds
+
+
+def _matmul(dtype: torch.dtype, mesh: ContextParallelMesh, sizes: Sizes) -> Spread:
+    """A product of square matrices, in every process at the same time."""
+    left, right = (torch.randn(sizes.matrix, sizes.matrix, device=mesh.device_type).to(dtype) for _ in range(2))
+    run = partial(torch.matmul, left, right)
+    return Spread.of([max(timed(run, mesh)) for _ in range(sizes.rounds + 1)][1:])
+
+
+def _area(setting: Setting) -> int:
+    return sum(n * (n + 1) // 2 for n in setting.doc_lengths)
+
+
+def _shape(setting: Setting) -> AttentionShape:
+    heads = setting.heads
+    return AttentionShape(heads.num_heads, heads.num_kv_heads, heads.head_dim, setting.torch_dtype.itemsize)
+
+
+def _efficiency(setting: Setting) -> float:
+    """The planner's share of the sustained rate on this document: its block is the root of the area."""
+    block = _area(setting) ** 0.5
+    return block / (block + HALF_EFFICIENCY_TOKENS)
+
+
+def _device(links: Sequence[Link], attention_tflops: float, matmul_tflops: float, device_type: str) -> dict[str, Any]:
+    """Fields of a `Device`."""
+    values: dict[str, Any] = {"name": "CPU", "is_measured": True}
+    if device_type == "cuda":
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        values |= {"name": properties.name, "memory_gib": properties.total_memory / 2**30}
+    values |= {"attention_tflops": attention_tflops, "matmul_tflops": matmul_tflops}
+    for name, in_node in (("intra", True), ("inter", False)):
+        points = [point for link in links if link.in_node is in_node for point in link.points]
+        if points:
+            latency, rate, _ = fit(points)
+            values |= {f"{name}_gbs": rate / GIGA, f"{name}_latency": latency}
+    return values

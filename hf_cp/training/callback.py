@@ -1,0 +1,174 @@
+"""`ContextParallelCallback`: a run's speed, balance, traffic and waits in the Trainer's logs; records and traces.
+
+The callback decides when numbers are gathered and written. What a step did is noted by a [`StepMeter`], which
+[`TelemetryMixin`] moves along with the training loop.
+
+Invariant: ranks exchange something (one gather of a few numbers) only at the end of a step after which the Trainer
+logs, which all ranks know alike; never in `log`, which a user may call on one rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import astuple
+from functools import reduce
+from operator import add
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from hf_cp.models.moe import is_mixture
+from hf_cp.parallel.mesh import ContextParallelMesh
+from hf_cp.parallel.reduce import gather_over_world
+from hf_cp.planning.devices import device_of_gpu
+from hf_cp.planning.model_shape import ModelShape, layer_windows
+from hf_cp.training.meter import StepMeter, StepRecord
+from hf_cp.training.profiling import StepProfiler
+from hf_cp.training.record_files import RecordWriter
+from hf_cp.training.run_info import RunInfo
+from hf_cp.training.scalars import Peak, run_scalars
+
+logger = logging.getLogger(__name__)
+
+
+class ContextParallelCallback(TrainerCallback):
+    """Adds the numbers of hf_cp/training/scalars.py (`cp/tokens_per_second`, ...) to the Trainer's training logs.
+
+    [`ContextParallelTrainer`] has one by default; `trainer.remove_callback(ContextParallelCallback)` switches all of
+    it off. Pass your own in `callbacks` for more:
+
+        ContextParallelTrainer(..., callbacks=[ContextParallelCallback(record_dir="runs/a", profile_steps={10})])
+
+    Args:
+        record_dir (`str` or `os.PathLike`, *optional*): where every rank writes `rank<r>.jsonl`, a line per optimizer
+            step (see [`StepRecord`]), and rank 0 `run.json`; `hf-cp report` reads it. All nodes must share it.
+        profile_steps (`Collection[int]`, *optional*): optimizer steps, from 1, that torch.profiler records; every rank
+            writes a Chrome trace to `record_dir`.
+        peak_tflops (`float`, *optional*): peak of one process's device in the training dtype, in TFLOP/s, for
+            `cp/mfu`. By default that of bf16 for GPUs in the table of hf_cp/planning/devices.py; there is no `cp/mfu`
+            for others, nor for mixtures of experts.
+
+    Raises:
+        ValueError: an argument is out of range, or `profile_steps` is given without `record_dir`.
+    """
+
+    def __init__(
+        self,
+        *,
+        record_dir: str | os.PathLike | None = None,
+        profile_steps: Collection[int] = (),
+        peak_tflops: float | None = None,
+    ):
+        wrong = [step for step in profile_steps if not isinstance(step, int) or step < 1]
+        if wrong:
+            raise ValueError(
+                f"profile_steps has {wrong}; steps are counted from 1. Give their numbers, e.g. profile_steps={{3}}."
+            )
+        if profile_steps and record_dir is None:
+            raise ValueError(
+                f"profile_steps={sorted(profile_steps)} writes traces, but there is no folder yet. Set record_dir."
+            )
+        if peak_tflops is not None and not peak_tflops > 0:
+            raise ValueError(f"peak_tflops={peak_tflops} must be positive: TFLOP/s of one device. Leave it out else.")
+        self.record_dir = None if record_dir is None else Path(record_dir)
+        self.profile_steps, self.peak_tflops = frozenset(profile_steps), peak_tflops
+        self.meter: StepMeter | None = None
+        self._writer: RecordWriter | None = None
+        self._profiler: StepProfiler | None = None
+        self._peak: Peak | None = None
+        self._has_announced = False
+        self._scalars: dict[str, float] = {}
+
+    def begin(self, model: nn.Module, mesh: ContextParallelMesh) -> StepMeter:
+        """A training run of `model` begins; its steps go through the meter that is returned."""
+        self.meter = StepMeter(mesh, Counter(layer_windows(model.config.get_text_config())))
+        self._peak, self._scalars, self._has_announced = self._find_peak(model, mesh), {}, False
+        return self.meter
+
+    def announce(self, info: RunInfo) -> None:
+        """The first micro-step has shown what runs: said once, by rank 0."""
+        if self._has_announced:
+            return
+        self._has_announced = True
+        if self.meter.mesh.rank == 0:
+            logger.info("%s", info)
+            if self._writer is not None:
+                self._writer.write_info(info)
+
+    @property
+    def has_announced(self) -> bool:
+        return self._has_announced
+
+    def take_scalars(self) -> dict[str, float]:
+        """What was gathered for the log that is being written; once."""
+        scalars, self._scalars = self._scalars, {}
+        return scalars
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+        if self.meter is None:
+            raise ValueError(
+                "ContextParallelCallback works in a ContextParallelTrainer with a DataCollatorForContextParallel; "
+                "this is another Trainer, or it has another collator.\n  Use that Trainer (or "
+                "attach_context_parallel), or leave the callback out."
+            )
+        if self.record_dir is not None:
+            rank = self.meter.mesh.rank
+            self._writer = RecordWriter(self.record_dir, rank=rank, appends=state.global_step > 0)
+            self._profiler = StepProfiler(self.profile_steps, self.record_dir, rank=rank)
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+        if self._profiler is not None:
+            self._profiler.begin(state.global_step + 1)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+        self.meter.stop(state.global_step)
+        if self._profiler is not None:
+            self._profiler.end(state.global_step)
+        if control.should_log:  # DefaultFlowCallback comes first
+            self._report()
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+        if control.should_log:
+            self._report()
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any):
+        self._write(self.meter.take_records())
+        if self._profiler is not None:
+            self._profiler.close()
+
+    def _report(self) -> None:
+        """Gathers the records since the last report; all ranks are here."""
+        records = self.meter.take_records()
+        if not records:  # logged already, at the end of the step
+            return
+        self._write(records)
+        gathered = gather_over_world(astuple(reduce(add, records)), mesh=self.meter.mesh)
+        ranks = [StepRecord(*values) for values in gathered]
+        mesh = self.meter.mesh
+        self._scalars = run_scalars(
+            ranks,
+            num_steps=len(records),
+            ring_size=mesh.ring_size,
+            ulysses_size=mesh.ulysses_size,
+            peak=self._peak,
+        )
+
+    def _write(self, records: list[StepRecord]) -> None:
+        if self._writer is not None:
+            self._writer.write(records)
+
+    def _find_peak(self, model: nn.Module, mesh: ContextParallelMesh) -> Peak | None:
+        tflops = self.peak_tflops
+        if tflops is None and mesh.device_type == "cuda":
+            properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+            device = device_of_gpu(properties.name, properties.total_memory)
+            tflops = None if device is None else device.peak_tflops
+        if tflops is None or any(map(is_mixture, model.modules())):
+            return None
+        return Peak(tflops, ModelShape.from_config(model.config), trains_weights=not hasattr(model, "peft_config"))

@@ -1,0 +1,109 @@
+"""What test_recipes_run.py launches: one of four processes that run the recipes for GPUs, scaled down to CPU.
+
+    accelerate launch --config_file ... tests/examples/recipe_cases.py FOLDER NAME ...
+
+FOLDER/NAME has the tiny model, the documents, `options.json` and a scaled accelerate.yaml. Each recipe runs three
+times: as it is, with files written; then in fp32 with its degrees and with whole rows. Rank 0 writes what the last
+two logged to FOLDER/NAME/losses.json.
+
+The launcher has read the accelerate.yaml of the first recipe only. For the others the variables that `accelerate
+launch` would set are computed by its own functions.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from unittest.mock import patch
+
+import torch.distributed as dist
+from accelerate import PartialState
+from accelerate.commands import launch
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DistributedType
+from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from tests.examples.launch import ROOT, load
+
+FP32 = ["--bf16", "false", "--model_dtype", "float32"]
+PREFIXES = ("ACCELERATE_", "FSDP_")
+
+
+def launcher_variables(config_file: Path) -> dict[str, str]:
+    """What `accelerate launch --config_file` sets for its processes."""
+    forget({})  # the launcher adds to the variables that it finds
+    parser, variables = launch.launch_command_parser(), {}
+    port = str(29700 + int(os.environ["RANK"]))
+    args = parser.parse_args(["--config_file", str(config_file), "--main_process_port", port, "none"])
+    with (
+        patch.object(launch, "deepspeed_launcher", lambda a: variables.update(prepare_deepspeed_cmd_env(a)[1])),
+        patch.object(launch, "multi_gpu_launcher", lambda a: variables.update(prepare_multi_gpu_env(a))),
+    ):
+        launch.launch_command(args)
+    return {key: value for key, value in variables.items() if key.startswith(PREFIXES)}
+
+
+def forget(variables: dict[str, str]) -> None:
+    """A process as it starts: nothing of the run before, the variables of its own launcher."""
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    unset_hf_deepspeed_config()
+    for key in [key for key in os.environ if key.startswith(PREFIXES)]:
+        del os.environ[key]
+    os.environ.update(variables)
+
+
+def let_fsdp_run(script: ModuleType) -> None:
+    """accelerate runs FSDP on accelerators only: see tests/training/fsdp2.py."""
+    parse = script.parse_arguments
+
+    def parse_and_claim(arguments):
+        parsed = parse(arguments)
+        if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+            assert parsed[2].device.type == "cpu"  # this makes the state
+            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
+        return parsed
+
+    script.parse_arguments = parse_and_claim
+
+
+def run_recipe(script: ModuleType, folder: Path, variables: dict[str, str]) -> None:
+    """Three times, as the module says."""
+    given = json.loads((folder / "options.json").read_text())
+    recipe = [str(ROOT / "recipes" / folder.name / "train.yaml"), *given["options"]]
+    forget(variables)
+    trainer, settings = script.set_up([*recipe, "--output_dir", str(folder / "out")])
+    assert script.run(trainer, settings) == 0
+    losses = {"backend": trainer.accelerator.distributed_type.value}
+    for name in ("split", "whole"):
+        forget(variables | {"ACCELERATE_MIXED_PRECISION": "no"})
+        options = [*FP32, *given[name], "--output_dir", str(folder / name)]
+        trainer, _ = script.set_up([*recipe, *options])
+        trainer.train()
+        log = [entry for entry in trainer.state.log_history if "loss" in entry]
+        losses[name] = [[entry["loss"], entry["grad_norm"]] for entry in log]
+    if dist.get_rank() == 0:
+        print(trainer.model.dtype, trainer.accelerator.mixed_precision, flush=True)
+        (folder / "losses.json").write_text(json.dumps(losses))
+
+
+def main() -> None:
+    script = load("finetune.py")
+    let_fsdp_run(script)
+    folder, *names = sys.argv[1:]
+    launched = {key: value for key, value in os.environ.items() if key.startswith(PREFIXES)}
+    for i, name in enumerate(names):
+        print(f"== {name} {time.process_time():.1f} {time.time():.1f}", flush=True)
+        case = Path(folder) / name
+        run_recipe(script, case, launched if i == 0 else launcher_variables(case / "accelerate.yaml"))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""A recipe for GPUs, scaled down to four CPU processes: its files, a tiny model of its family, short documents."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from transformers import AutoModelForCausalLM
+
+from hf_cp.tools.plan import load_config
+from tests.examples.launch import ROOT
+from tests.examples.tiny_quickstart import make_tokenizer
+
+PROCESSES = 4
+TOKENS = 96
+HEAD_DIM = 4
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """How four processes share rows."""
+
+    ring: int
+    ulysses: int
+
+    @property
+    def rows(self) -> int:
+        """At the same time."""
+        return PROCESSES // (self.ring * self.ulysses)
+
+
+def scaled_degrees(settings: dict[str, Any]) -> Degrees:
+    """The recipe's degrees where four processes are enough, else smaller ones; a ring stays a ring."""
+    ring = min(settings["ring_degree"], 2)
+    return Degrees(ring, min(settings["ulysses_degree"], PROCESSES // ring))
+
+
+def write_scaled(name: str, folder: Path) -> Path:
+    """Writes FOLDER/NAME; returns it."""
+    target, recipe = folder / name, ROOT / "recipes" / name
+    target.mkdir(parents=True)
+    settings = yaml.safe_load((recipe / "train.yaml").read_text())
+    write_model(settings["model_name_or_path"], target / "model")
+    write_documents(target / "train.jsonl")
+    (target / "accelerate.yaml").write_text(scaled_launch(recipe / "accelerate.yaml"))
+    degrees = scaled_degrees(settings)
+    given = {
+        "options": options(scaled_settings(settings, degrees, target)),
+        # four rows a step both times
+        "split": options({"gradient_accumulation_steps": PROCESSES // degrees.rows}),
+        "whole": options({"ring_degree": 1, "ulysses_degree": 1, "gradient_accumulation_steps": 1}),
+    }
+    (target / "options.json").write_text(json.dumps(given))
+    return target
+
+
+def scaled_launch(path: Path) -> str:
+    """The recipe's own file with four processes, on two hosts at most."""
+    launch = yaml.safe_load(path.read_text())
+    launch |= {"num_machines": min(launch["num_machines"], 2), "num_processes": PROCESSES}
+    return yaml.safe_dump(launch)
+
+
+def scaled_settings(settings: dict[str, Any], degrees: Degrees, target: Path) -> dict[str, Any]:
+    """What must differ from the recipe on four CPU processes."""
+    chunked = "mlp_chunk_tokens" in settings
+    return {
+        "model_name_or_path": target / "model",
+        "dataset": target / "train.jsonl",
+        "max_tokens": TOKENS,
+        "ring_degree": degrees.ring,
+        "ulysses_degree": degrees.ulysses,
+        "expected_processes": PROCESSES,
+        "loss_chunk_tokens": 16,
+        **({"mlp_chunk_tokens": 16} if chunked else {}),
+        "max_steps": 2,
+        "warmup_steps": 0,
+        "learning_rate": 0.02,
+        "save_strategy": "no",
+        "use_cpu": "true",
+        "disable_tqdm": "true",
+    }
+
+
+def options(settings: dict[str, Any]) -> list[str]:
+    return [text for key, value in settings.items() for text in (f"--{key}", str(value))]
+
+
+def write_model(name: str, folder: Path) -> None:
+    """The real config with all heads, but narrow ones, two layers, and the byte tokenizer's vocabulary."""
+    tokenizer = make_tokenizer()
+    config = load_config(name.rpartition("/")[2].lower().replace("-v0.1", ""))
+    config.update(
+        {
+            "hidden_size": HEAD_DIM * config.num_attention_heads,
+            "head_dim": HEAD_DIM,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "vocab_size": len(tokenizer),
+        }
+    )
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:2]
+    if getattr(config, "sliding_window", None):
+        config.sliding_window = 24
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def write_documents(path: Path) -> None:
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdef", k=4)) for _ in range(6)]
+    texts = [" ".join(rng.choices(words, k=rng.randint(2, 18))) for _ in range(24)]
+    path.write_text("\n".join(json.dumps({"text": text}) for text in texts) + "\n")

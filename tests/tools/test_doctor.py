@@ -1,0 +1,302 @@
+"""`hf-cp doctor`: every check passes on a good recipe and fails, with numbers, on the one that is wrong for it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+from datetime import UTC, datetime, timedelta
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from hf_cp.config import ContextParallelConfig
+from hf_cp.data import collator as collator_module
+from hf_cp.tools.cli import main
+from hf_cp.tools.doctor_checks import Check, Result, examine, judge, warn
+from hf_cp.tools.doctor_subject import Subject, as_one_process
+from hf_cp.tools.plan import known_models
+from hf_cp.training.checkpoint import CheckpointRecord, installed_versions
+from tests.examples.launch import ROOT
+from tests.tools.recipe_files import check, parse, write_model, write_recipe
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_model(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _own_environment(monkeypatch):
+    """TrainingArguments writes settings for accelerate into the environment."""
+    monkeypatch.setattr("os.environ", os.environ.copy())
+
+
+def call(*options: object) -> tuple[int, str, str]:
+    """Exit status, standard output and standard error of `hf-cp doctor options` in this process."""
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        status = main(["doctor", *map(str, options)])
+    return status, out.getvalue(), err.getvalue()
+
+
+def test_a_good_recipe_passes_and_the_environment_stays(model, tmp_path, monkeypatch):
+    recipe = write_recipe(tmp_path / "recipe", model)
+    monkeypatch.setenv("RANK", "0")  # of a launcher that has nothing to do with it
+    monkeypatch.setenv("WORLD_SIZE", "7")
+    before = dict(os.environ)
+    status, out, err = call("--recipe", recipe, "--json", "-")
+    found = json.loads(out)
+    by_name = {result["name"]: result for result in found["checks"]}
+    assert status == 0 and err == "" and dict(os.environ) == before
+    assert {result["status"] for result in by_name.values()} == {"ok", "skip"}, found
+    assert {name for name, result in by_name.items() if result["status"] == "skip"} == {
+        "evaluation",
+        "checkpoint",
+        "proof",
+    }
+    assert "micro 1 x accumulation 2 x dp 1 = 2 of up to 128 tokens" in by_name["batch"]["detail"]
+    assert "train_batch_size is 4" in by_name["batch"]["detail"]
+    assert by_name["batches"]["detail"].startswith("tokens of 2 row(s): ")
+    assert "8 documents (345 tokens)" in by_name["documents"]["detail"]
+
+
+def test_a_bad_recipe_fails_with_one_line_for_one_cause(model, tmp_path):
+    recipe = write_recipe(tmp_path / "recipe", model, train={"ring_degree": 3, "bf16": "maybe"})
+    status, out, _ = call("--recipe", recipe)
+    assert status == 1
+    assert out.splitlines()[-1].startswith("FAILED: not ready (")
+    assert out.count("maybe") == 1 and "needs what failed above" in out
+    assert "2 cannot be split into groups of cp_size=3" in out
+
+
+WRONG = [
+    ("processes", {"accelerate": {"num_processes": 3}, "train": {"expected_processes": 3}}, "fail", "cp_size=2"),
+    ("processes", {"train": {"expected_processes": 4}}, "fail", "expected_processes=4"),
+    ("processes", {"accelerate": {"num_machines": 3}}, "fail", "num_processes=2 over num_machines=3"),
+    ("launcher", {"accelerate": {"distributed_type": "MULTI_CPU"}}, "fail", "starts one process"),
+    ("launcher", {"accelerate": {"distributed_type": "NO"}}, "fail", "starts one process"),
+    ("launcher", {"accelerate": {"distributed_type": "FSDP"}}, "fail", "GPUs only"),
+    ("launcher", {"accelerate": {"distributed_type": "MEGATRON_LM"}}, "fail", "not supported"),
+    ("launcher", {"accelerate": {"surprise": 1}}, "fail", "unknown keys"),
+    (
+        "accelerate's own parallelism",
+        {"accelerate": {"parallelism_config": {"parallelism_config_sp_size": 2}}},
+        "fail",
+        "parallelism_config_sp_size in accelerate.yaml=2",
+    ),
+    ("DeepSpeed config", {"deepspeed": {"sequence_parallel_size": 2}}, "fail", "sequence_parallel_size=2"),
+    ("DeepSpeed config", {"deepspeed": {"communication_data_type": "bf16"}}, "fail", "summed in fp32"),
+    ("DeepSpeed config", {"deepspeed": {"train_batch_size": 2}}, "fail", "train_batch_size=2, but this run has 4"),
+    ("DeepSpeed config", {"deepspeed": {"gradient_accumulation_steps": 4}}, "fail", "gradient_accumulation_steps=4"),
+    ("DeepSpeed config", {"deepspeed": {"gradient_clipping": 0.5}}, "fail", "max_grad_norm=1.0"),
+    ("DeepSpeed config", {"train": {"expected_zero_stage": 3}}, "fail", "expected_zero_stage=3"),
+    ("DeepSpeed config", {"deepspeed": {"zero_optimization": {"stage": 3}},
+                          "train": {"expected_zero_stage": 3, "save_strategy": "steps"}}, "warn", "stage3_gather"),
+    ("DeepSpeed config", {"accelerate": {"deepspeed_config": {"deepspeed_config_file": "x.json"}}}, "fail", "x.json"),
+    ("DeepSpeed config", {"accelerate": {"deepspeed_config": {"zero_stage": 2, "gradient_accumulation_steps": 8}}},
+     "fail", "gradient_accumulation_steps=8"),
+    ("precision", {"deepspeed": {"bf16": {"enabled": False}}}, "fail", "bf16.enabled=False, train.yaml asks for bf16"),
+    ("precision", {"deepspeed": {"zero_optimization": {"stage": 0}}}, "fail", "zero_stage=0 with bf16"),
+    ("precision", {"accelerate": {"mixed_precision": "fp16"}}, "fail", "accelerate.yaml has mixed_precision fp16"),
+    ("sums of gradients", {"accelerate": {"distributed_type": "MULTI_GPU"}, "train": {"model_dtype": "bfloat16"}},
+     "fail", "in 16 bits, cp_size=2"),
+    ("placement", {"accelerate": {"num_machines": 2, "num_processes": 4},
+                   "train": {"ulysses_degree": 4, "ring_degree": 1}}, "warn", "does not divide the 2 processes"),
+    ("time limit", {"train": {"timeout_seconds": 7200}}, "warn", "timeout_seconds=7,200 s"),
+    ("time limit", {"train": {"ddp_timeout": 10}}, "warn", "ddp_timeout=10 s"),
+    ("keys", {"train": {"learning_rat": 1.0}}, "warn", "learning_rat"),
+    ("arguments", {"train": {"per_device_train_batch_size": 2}}, "fail", "per_device_train_batch_size=2: a"),
+    ("arguments", {"train": {"use_liger_kernel": True, "batch_eval_metrics": True}}, "fail", "batch_eval_metrics"),
+    ("arguments", {"train": {"average_tokens_across_devices": False}}, "fail", "average_tokens_across_devices=False"),
+    ("arguments", {"train": {"learning_rate": "fast"}}, "fail", "'fast'"),
+    ("evaluation", {"train": {"eval_strategy": "steps"}}, "fail", "eval_strategy=steps without eval_dataset"),
+    ("evaluation", {"train": {"eval_dataset": "nowhere"}}, "warn", "nowhere"),
+    ("seeds", {"train": {"data_seed": -1}}, "fail", "the rows' order is -1"),
+    ("heads", {"train": {"ring_degree": 1, "ulysses_degree": 3}}, "fail", "does not divide the 4 query heads"),
+    ("heads", {"train": {"ring_degree": 1, "ulysses_degree": 4}}, "warn", "K/V heads are replicated"),
+    ("heads", {"train": {"cp_size": 4}}, "fail", "cp_size=4, but ring_degree=2"),
+    ("attention kernel", {"train": {"kernel": "flash_attn"}}, "fail", "kernel='flash_attn'"),
+    ("attention kernel", {"train": {"kernel": "eager"}}, "warn", "the slow reference"),
+    ("positions", {"train": {"max_tokens": 512, "dataset": "nowhere"}}, "warn", "512 tokens, the model's context"),
+    ("architecture", {"train": {"model_name_or_path": "nowhere"}}, "fail", "nowhere"),
+    ("documents", {"train": {"max_tokens": 64}}, "fail", "Feature 0 has 70 tokens"),
+    ("documents", {"train": {"max_tokens": 64, "overflow": "drop"}}, "warn", "2 dropped"),
+    ("documents", {"train": {"dataset": "nowhere"}}, "skip", "made-up documents stand in"),
+    ("checkpoint", {}, "skip", "--checkpoint"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "changes", "status", "text"), WRONG)
+def test_what_is_wrong_is_found(model, tmp_path, name, changes, status, text):
+    result = check(name, "--recipe", write_recipe(tmp_path / "recipe", model, **changes))
+    assert result.status == status and text in result.detail, result
+    assert result.fix or status == "skip" or "Use " in result.detail or "remove" in result.detail  # what to change
+
+
+@pytest.mark.parametrize("name", sorted({name for name, *_ in WRONG} - {"checkpoint", "evaluation"}))
+def test_what_is_right_passes(model, tmp_path, name):
+    assert check(name, "--recipe", write_recipe(tmp_path / "recipe", model)).status == "ok"
+
+
+def test_the_environment_can_be_wrong(model, tmp_path, monkeypatch):
+    recipe = write_recipe(tmp_path / "recipe", model)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    assert "switches DeepSpeed off" in check("launcher", "--recipe", recipe).detail
+    monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "2")
+    assert "PARALLELISM_CONFIG_CP_SIZE=2" in check("accelerate's own parallelism", "--recipe", recipe).detail
+
+
+def test_models(model, tmp_path):
+    dropout = json.loads((model / "config.json").read_text()) | {"attention_dropout": 0.1}
+    (tmp_path / "config.json").write_text(json.dumps(dropout))
+    options = ("--model", tmp_path / "config.json", "--ring-degree", "2")
+    assert check("attention dropout", *options).status == "fail"
+    assert check("architecture", *options).status == "ok"  # one cause, one line
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "gpt2" / "config.json").write_text('{"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2}')
+    found = check("architecture", "--model", tmp_path / "gpt2")
+    assert found.status == "fail" and "'gpt2') is not supported" in found.detail
+    assert "9 query and 3 K/V heads" in check("heads", "--model", "smollm2-135m").detail
+
+
+def test_versions_are_compared_with_the_floors(model, tmp_path, monkeypatch):
+    recipe, real = write_recipe(tmp_path / "recipe", model), metadata.version
+    monkeypatch.setattr(metadata, "requires", lambda name: ["torch>=2.13", 'deepspeed>=99.1; extra == "deepspeed"'])
+    assert check("versions", "--recipe", recipe).fix == "pip install 'deepspeed>=99.1'"
+
+    def version(name: str) -> str:
+        if name == "deepspeed":
+            raise metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    found = check("versions", "--recipe", recipe)
+    assert found.status == "fail" and "deepspeed missing" in found.detail
+
+
+@pytest.mark.parametrize("wrong", ["lost target", "swapped tokens"])
+def test_batches_that_are_not_the_row_are_found(model, tmp_path, monkeypatch, wrong):
+    original = collator_module.PackedRow.local_batch
+
+    def broken(self, cp_rank, **kwargs):
+        batch = original(self, cp_rank, **kwargs)
+        if cp_rank == 1 and wrong == "lost target":
+            batch["shift_labels"][0, int((batch["shift_labels"][0] >= 0).nonzero()[0])] = -100
+        elif cp_rank == 1:
+            batch["input_ids"] = batch["input_ids"].flip(1)
+        return batch
+
+    monkeypatch.setattr(collator_module.PackedRow, "local_batch", broken)
+    found = check("batches", "--recipe", write_recipe(tmp_path / "recipe", model))
+    assert found.status == "fail" and ("targets" if wrong == "lost target" else "input_ids") in found.detail
+
+
+def write_checkpoint(folder: Path, **changes) -> Path:
+    """As a run of the recipe would write it, with changes."""
+    folder.mkdir(parents=True)
+    (folder / "trainer_state.json").write_text("{}")
+    config = dataclasses.asdict(ContextParallelConfig(ring_degree=2))
+    fields = {"config": config, "world_size": 2, "dp_size": 1, "backend": "DEEPSPEED", "zero_stage": 2}
+    fields |= {"rows_per_step": 2, "position": None, "versions": installed_versions()}
+    CheckpointRecord(**fields | changes).save(folder)
+    return folder
+
+
+def test_checkpoints(model, tmp_path):
+    recipe = write_recipe(tmp_path / "recipe", model)
+
+    def found(folder: Path) -> Result:
+        return check("checkpoint", "--recipe", recipe, "--checkpoint", folder)
+
+    good = write_checkpoint(tmp_path / "run" / "checkpoint-4")
+    assert found(good).status == "ok" and found(good.parent).status == "ok"
+    other_world = found(write_checkpoint(tmp_path / "a" / "checkpoint-1", world_size=4, dp_size=2))
+    assert other_world.status == "fail" and "4 parts, this run has 2" in other_world.detail
+    assert "hf-cp universal" in other_world.fix
+    other_rows = found(write_checkpoint(tmp_path / "b" / "checkpoint-1", rows_per_step=8))
+    assert other_rows.status == "fail" and "had 8 rows, here it has 2" in other_rows.detail
+    stage = found(write_checkpoint(tmp_path / "c" / "checkpoint-1", zero_stage=3))
+    assert stage.status == "fail" and "ZeRO stage 3" in stage.detail
+    (good / "trainer_state.json").unlink()
+    assert "not a complete checkpoint" in found(good).detail
+
+    subject = Subject(parse("--recipe", recipe))
+    from hf_cp.tools.doctor_checks_data import _position
+
+    with as_one_process():
+        position = _position(subject)
+    same = write_checkpoint(tmp_path / "d" / "checkpoint-1", position=position)
+    assert "documents compared" in found(same).detail
+    others = dataclasses.replace(position, data_digest="0" * 32)
+    changed = found(write_checkpoint(tmp_path / "e" / "checkpoint-1", position=others))
+    assert changed.status == "fail" and "data_digest was 000" in changed.detail
+
+
+def test_proofs(model, tmp_path):
+    recipe, path = write_recipe(tmp_path / "recipe", model), tmp_path / "verify.json"
+
+    def found(*, days: float = 0, passed: bool = True, ring: int = 2, version: str = torch.__version__) -> Result:
+        content = {"command": "verify", "model": "m", "verdict": "V", "passed": passed}
+        content["created"] = (datetime.now(UTC) - timedelta(days=days)).isoformat(timespec="seconds")
+        content["report"] = {"ring_degree": ring, "ulysses_degree": 1}
+        content["fingerprint"] = {"setup": {"torch": version}}
+        path.write_text(json.dumps(content))
+        return check("proof", "--recipe", recipe, "--verify-report", path)
+
+    versions = metadata.version("torch")
+    assert (found(version=versions, days=3).status, "3 days old" in found(version=versions, days=3).detail) == (
+        "ok",
+        True,
+    )
+    assert found(version=versions, days=31).status == "warn"
+    assert found(version=versions, passed=False).status == "fail"
+    assert "ring_degree 4 -> 2" in found(version=versions, ring=4).detail
+    assert "torch 1.0 ->" in found(version="1.0").detail
+    path.write_text("[]")
+    assert check("proof", "--recipe", recipe, "--verify-report", path).status == "fail"
+
+
+def test_verdicts_and_a_check_that_breaks():
+    def broken(subject):
+        raise KeyError("surprise")
+
+    results = [examine(Check("G", name, run), None) for name, run in (("a", broken), ("b", lambda s: warn("w", "f")))]
+    assert results[0].status == "fail" and "KeyError: 'surprise'" in results[0].detail
+    assert judge(results).status == 1 and "Fix first: a." in judge(results).text
+    assert judge(results[1:]).status == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ((), "nothing to look at"),
+        (("--recipe", "nowhere"), "--recipe nowhere does not exist"),
+        (("--recipe", "docs"), "no accelerate.yaml"),
+        (("--model", "smollm2-135m", "--launch"), "--launch needs the processes of a launcher"),
+        (("--model", "smollm2-135m", "--time-limit", "0"), "not a time"),
+    ],
+)
+def test_wrong_use(options, text, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    status, out, err = call(*options)
+    assert status == 2 and out == "" and text in err
+
+
+RECIPES = sorted(path.parent for path in (ROOT / "recipes").glob("*/accelerate.yaml"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
+def test_recipes_of_the_package_have_no_fault(recipe, tmp_path, monkeypatch):
+    """With the sizes of their models, which come with the package; made-up documents."""
+    monkeypatch.chdir(tmp_path)  # where none of the documents are
+    hub_name = yaml.safe_load((recipe / "train.yaml").read_text())["model_name_or_path"].split("/")[-1].lower()
+    model = next((name for name in known_models() if hub_name.startswith(name)), "qwen2.5-7b")
+    status, out, _ = call("--recipe", recipe, "--model", model)
+    assert status == 0 and " fail)" in out and "needs what failed above" not in out, out

@@ -1,0 +1,103 @@
+"""Runs that test_callback.py looks at, on every rank of a world."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from hf_cp.config import ContextParallelConfig
+from hf_cp.sequence.packing import PackingManifest
+from hf_cp.training.callback import ContextParallelCallback
+from tests.training.tiny import RecordingTrainer, make_documents, make_model, make_trainer
+
+LENGTHS = (30, 21, 11, 17, 14, 9, 20, 3, 8, 2, 1, 6, 5)  # 5 rows of 32 tokens
+SLEEP = 0.4
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What one rank has logged."""
+
+    logs: list[dict[str, float]]  # of training, by log
+    manifest: PackingManifest
+    order: list[int]  # rows as they were dealt
+    messages: list[str]  # of the start-up line
+    clock_is_off: bool  # after training
+
+
+class SleepyTrainer(RecordingTrainer):
+    """The last rank sleeps before every micro-step, rank 1 logs by itself."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        if self.cp_mesh.rank == self.cp_mesh.world_size - 1:
+            time.sleep(SLEEP)
+        if self.cp_mesh.rank == 1:
+            self.log({"loss": 0.0})
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+def observe(config: ContextParallelConfig, callback: dict[str, Any], **settings: Any) -> Observed:
+    settings.setdefault("callbacks", [ContextParallelCallback(**callback)])
+    documents = make_documents(LENGTHS)
+    trainer = make_trainer(
+        make_model(), config, documents, eval_dataset=documents[:3], train_sampling_strategy="sequential", **settings
+    )
+    with startup_lines() as messages:
+        trainer.train()
+    loader = trainer.get_train_dataloader()
+    logs = [entry for entry in trainer.state.log_history if "learning_rate" in entry]
+    return Observed(logs, loader.manifest, loader.order.rows(0), messages, trainer.cp_mesh.traffic.clock is None)
+
+
+@contextmanager
+def startup_lines() -> Iterator[list[str]]:
+    lines: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    logger, handler = logging.getLogger("hf_cp.training.callback"), Keep()
+    before, logger.level = logger.level, logging.INFO
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+
+
+def observe_pairs(folder: str) -> list[Observed]:
+    """Two ranks share rows: over a ring, evaluated after every step; over Ulysses, with recomputed layers."""
+    ring = ContextParallelConfig(ring_degree=2, ring_comm="p2p")
+    return [
+        observe(
+            ring,
+            {"record_dir": f"{folder}/ring", "profile_steps": {2}},
+            gradient_accumulation_steps=2,
+            eval_strategy="steps",
+            eval_steps=1,
+        ),
+        observe(
+            ContextParallelConfig(ulysses_degree=2, keep_attention=False),
+            {"record_dir": f"{folder}/ulysses", "peak_tflops": 1e-3},
+            gradient_checkpointing=True,
+            gradient_checkpointing_kwargs={"use_reentrant": False},
+            logging_steps=2,
+            max_steps=3,
+        ),
+    ]
+
+
+def observe_two_pairs(folder: str) -> Observed:
+    return observe(
+        ContextParallelConfig(ring_degree=2),
+        {"record_dir": folder},
+        trainer_class=SleepyTrainer,
+        logging_steps=3,
+        max_steps=3,
+    )
