@@ -5,7 +5,7 @@
 Runs `hf-cp bench` on local processes (unknown options are passed on to it), or reads the `--output` of an earlier run;
 prices the same cases with the planner, with the links and rates of that run; prints both times and orders. Two methods
 count as equal where their measured medians are within 10 %, or their p10 to p90 overlap. Exit status 1 if another pair
-is ordered otherwise.
+is ordered otherwise, or if there is no such pair.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from hf_cp.planning.devices import find_device
 from hf_cp.tools.bench_prices import TOLERANCE, Pair, Priced, compare, price_all
 from hf_cp.tools.output import OK, PROBLEM, Table, Verdict, print_json
 
-# enough of each kind: a ring in three ways, Ulysses, few and many K/V heads, one document and many
-DEFAULTS = ("--seq-lens", "1k,4k", "--attention", "mha,gqa", "--rounds", "7")
+# of each kind some: Ulysses, a ring in three ways, layouts that balance and one that does not, few and many K/V heads,
+# one document and many
+DEFAULTS = ("--seq-lens", "2k", "--attention", "mha,mqa", "--layouts", "document,zigzag,contiguous", "--rounds", "7")
 
 
 def main() -> int:
@@ -73,6 +74,12 @@ def order_table(group: list[Priced]) -> Table:
 
 
 def judge(pairs: Sequence[Pair]) -> Verdict:
+    if not pairs:
+        return Verdict(
+            PROBLEM,
+            f"nothing was compared: no two methods clearly differ by more than {TOLERANCE:.0%}. Repeat on a quiet "
+            "machine, or measure other cases (--layouts document,contiguous).",
+        )
     wrong = [pair for pair in pairs if not pair.agrees]
     counts = f"{len(pairs) - len(wrong)} of {len(pairs)} pairs that clearly differ by more than {TOLERANCE:.0%}"
     if not wrong:

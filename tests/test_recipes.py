@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
+import re
+import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,11 +22,12 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from hf_cp.config import ContextParallelConfig
 from hf_cp.models.rope import set_rope_parameters
 from hf_cp.sequence.packing import PackingManifest
+from hf_cp.tools.cli import _parser as parser
 from hf_cp.training.zero import ZERO_STAGES, complete_zero_config
 from tests.examples.launch import ROOT, Finished, accelerate_launch, build_deepspeed_extension, load, run
 from tests.examples.tiny_quickstart import write_quickstart
 
-RECIPES = sorted(path for path in (ROOT / "recipes").iterdir() if path.is_dir())
+RECIPES = sorted(path.parent for path in (ROOT / "recipes").glob("*/train.yaml"))
 QUICKSTART = ROOT / "recipes" / "quickstart-cpu"
 SUMMARY_KEYS = (
     "cp_size",
@@ -43,6 +48,10 @@ SUMMARY_KEYS = (
 )
 
 script = load("finetune.py")
+spec = importlib.util.spec_from_file_location("write_recipes", ROOT / "recipes" / "write_recipes.py")
+writer = importlib.util.module_from_spec(spec)
+sys.modules["write_recipes"] = writer  # dataclasses look their module up
+spec.loader.exec_module(writer)
 every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
 
 
@@ -63,22 +72,23 @@ def read_training(recipe: Path):
 @every_recipe
 def test_folder_is_complete(recipe):
     names = {path.name for path in recipe.iterdir()}
-    assert {"README.md", "accelerate.yaml", "deepspeed.json", "train.yaml"} <= names
+    is_fsdp = load_config_from_file(str(recipe / "accelerate.yaml")).fsdp_config
+    assert {"README.md", "accelerate.yaml", "train.yaml"} | (set() if is_fsdp else {"deepspeed.json"}) == names
 
 
 @every_recipe
 def test_accelerate_file(recipe):
     config = load_config_from_file(str(recipe / "accelerate.yaml"))  # refuses keys that accelerate does not know
     assert isinstance(config, ClusterConfig)
-    # Paths are relative to the root of the clone.
-    named = config.deepspeed_config["deepspeed_config_file"]
-    assert (ROOT / named).resolve() == (recipe / "deepspeed.json").resolve() and not Path(named).is_absolute()
+    if config.fsdp_config is None:  # paths are relative to the root of the clone
+        named = config.deepspeed_config["deepspeed_config_file"]
+        assert (ROOT / named).resolve() == (recipe / "deepspeed.json").resolve() and not Path(named).is_absolute()
     settings, degrees, _ = read_training(recipe)
     assert settings.expected_processes == config.num_processes
     assert config.num_processes % (settings.cp_size or degrees.cp_size) == 0
 
 
-@every_recipe
+@pytest.mark.parametrize("recipe", [path for path in RECIPES if "fsdp2" not in path.name], ids=lambda path: path.name)
 def test_deepspeed_file(recipe):
     config = json.loads((recipe / "deepspeed.json").read_text())
     known = {value for value in vars(deepspeed_keys).values() if isinstance(value, str)}
@@ -103,6 +113,31 @@ def test_training_file(recipe):
         found = getattr(owner, key)
         read_as = {"report_to": []}.get(key, value)  # "none"
         assert found == read_as or str(found) == str(read_as), key
+
+
+@pytest.mark.parametrize("name", [path.name for path in RECIPES if path.name.startswith("h100")])
+def test_gpu_recipes_are_what_their_plans_give(name):
+    """Files, the output of `hf-cp plan` in the README, and degrees: all from recipes/write_recipes.py."""
+    found = {path.name: path.read_text() for path in (ROOT / "recipes" / name).iterdir()}
+    assert found == writer.files(name), "run: python recipes/write_recipes.py"
+
+
+@every_recipe
+def test_commands_of_the_readme_are_understood(recipe):
+    commands = hf_cp_commands((recipe / "README.md").read_text())
+    assert {"doctor", "pack", "verify", "plan"} <= {words[0] for words in commands} or not recipe.name.startswith(
+        "h100"
+    )
+    for words in commands:
+        parser().parse_args(words)
+
+
+def hf_cp_commands(readme: str) -> list[list[str]]:
+    """Arguments of every `hf-cp ...` and `... -m hf_cp ...` line of the README's blocks."""
+    blocks = re.findall(r"```\n(.*?)```", readme, flags=re.DOTALL)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    found = [re.match(r"(?:\$ )?hf-cp (.*)|torchrun .* -m hf_cp (.*)", line) for line in lines]
+    return [shlex.split(match[1] or match[2]) for match in found if match]
 
 
 def test_a_key_that_nobody_reads_is_refused(tmp_path):
@@ -236,27 +271,27 @@ def test_quickstart_leaves_complete_files(quickstart):
     assert not list(out.glob("*.tmp")) and not list(out.glob("checkpoint-*"))
 
 
-@pytest.mark.distributed
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_result_that_is_not_reached_fails(quickstart, tmp_path):
-    _, options, _ = quickstart
-    short = "--learning_rate 0 --max_steps 1 --proof_tokens 0".split()
-    finished = launch([*options, *short, "--output_dir", str(tmp_path / "out")])
-    assert finished.status != 0
-    assert "FAILED: held-out loss" in finished.output and "Proof: left out" in finished.output
+@pytest.fixture
+def small(tmp_path, monkeypatch) -> list[str]:
+    """The scaled quickstart for one process in here, which is not the launch that the recipe expects."""
+    monkeypatch.setattr(script, "check_processes", lambda *args: None)
+    return [str(QUICKSTART / "train.yaml"), *write_quickstart(tmp_path)]
+
+
+def test_a_result_that_is_not_reached_fails(small, tmp_path, capsys):
+    trainer, settings = script.set_up(
+        [*small, *"--cp_size 1 --learning_rate 0 --max_steps 1 --bf16 false --use_cpu true".split()]
+    )
+    assert script.run(trainer, settings) == 1
+    printed = capsys.readouterr().out
+    assert "FAILED: held-out loss" in printed and "Proof: left out" in printed
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["eval_loss_before"] == summary["eval_loss_after"] and summary["loss_first_step_cp1"] is None
 
 
-@pytest.mark.distributed
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_ulysses_2_is_refused_with_the_reason_and_nothing_is_written(quickstart, tmp_path):
-    _, options, _ = quickstart
-    finished = launch([*options, "--ulysses_degree", "2", "--output_dir", str(tmp_path / "out")])
-    assert finished.status != 0
-    assert "ulysses_degree=2 does not divide the 3 query heads (K/V heads: 1)" in finished.output
+def test_ulysses_2_is_refused_with_the_reason_and_nothing_is_written(small, tmp_path):
+    with pytest.raises(ValueError, match=r"ulysses_degree=2 does not divide the 3 query heads \(K/V heads: 1\)"):
+        script.set_up([*small, "--ulysses_degree", "2"])
     assert not (tmp_path / "out").exists()
 
 

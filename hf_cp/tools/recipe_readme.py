@@ -145,7 +145,8 @@ def check_lines(where: str, plan: Plan, choice: Candidate, recipe: Recipe) -> st
     ring = min(config.ring_degree, gpus // ulysses)
     return (
         f"hf-cp doctor --recipe {shlex.quote(where)}\n"
-        f"hf-cp pack --data {data} --tokenizer {model} --max-tokens {plan.seq_len} --cp {config.cp_size}\n"
+        f"hf-cp pack --data {data} --tokenizer {model} \\\n"
+        f"    --max-tokens {plan.seq_len} --ring {config.ring_degree} --ulysses {config.ulysses_degree}\n"
         f"torchrun --nproc_per_node {ring * ulysses} -m hf_cp verify \\\n"
         f"    --model {model} --data {data} --layers 2{lora} \\\n"
         f"    --max-tokens {min(PROOF_TOKENS, plan.seq_len)} --ring-degree {ring} --ulysses-degree {ulysses}"

@@ -180,8 +180,8 @@ def _verdict(
             "'document' (auto), or train_sampling_strategy='group_by_length'."
         )
     return (
-        f"{who}, with {more_area:+.0%} attention work against the mean: not its share of the rows, but the process or "
-        "its device is slow. Look at clocks, temperature and other jobs there."
+        f"{who}, with {abs(more_area):.0%} {'more' if more_area >= 0 else 'less'} attention work than the mean: not "
+        "its share of the rows, but the process or its device is slow. Look at its clock, heat and other jobs."
     )
 
 

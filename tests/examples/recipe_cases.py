@@ -1,10 +1,10 @@
 """What test_recipes_run.py launches: one of four processes that run the recipes for GPUs, scaled down to CPU.
 
-    accelerate launch --config_file ... tests/examples/recipe_cases.py FOLDER NAME ...
+    accelerate launch --config_file ... tests/examples/recipe_cases.py FOLDER NAME[:once] ...
 
 FOLDER/NAME has the tiny model, the documents, `options.json` and a scaled accelerate.yaml. Each recipe runs three
-times: as it is, with files written; then in fp32 with its degrees and with whole rows. Rank 0 writes what the last
-two logged to FOLDER/NAME/losses.json.
+times: as it is, with files written; then, unless it is marked "once", in fp32 with its degrees and with whole rows.
+Rank 0 writes what these two logged to FOLDER/NAME/losses.json.
 
 The launcher has read the accelerate.yaml of the first recipe only. For the others the variables that `accelerate
 launch` would set are computed by its own functions.
@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from pathlib import Path
 from types import ModuleType
 from unittest.mock import patch
@@ -72,15 +71,15 @@ def let_fsdp_run(script: ModuleType) -> None:
     script.parse_arguments = parse_and_claim
 
 
-def run_recipe(script: ModuleType, folder: Path, variables: dict[str, str]) -> None:
-    """Three times, as the module says."""
+def run_recipe(script: ModuleType, folder: Path, variables: dict[str, str], *, comparisons: tuple[str, ...]) -> None:
+    """As it is, and in fp32 for each of the `comparisons`."""
     given = json.loads((folder / "options.json").read_text())
     recipe = [str(ROOT / "recipes" / folder.name / "train.yaml"), *given["options"]]
     forget(variables)
     trainer, settings = script.set_up([*recipe, "--output_dir", str(folder / "out")])
     assert script.run(trainer, settings) == 0
     losses = {"backend": trainer.accelerator.distributed_type.value}
-    for name in ("split", "whole"):
+    for name in comparisons:
         forget(variables | {"ACCELERATE_MIXED_PRECISION": "no"})
         options = [*FP32, *given[name], "--output_dir", str(folder / name)]
         trainer, _ = script.set_up([*recipe, *options])
@@ -88,7 +87,6 @@ def run_recipe(script: ModuleType, folder: Path, variables: dict[str, str]) -> N
         log = [entry for entry in trainer.state.log_history if "loss" in entry]
         losses[name] = [[entry["loss"], entry["grad_norm"]] for entry in log]
     if dist.get_rank() == 0:
-        print(trainer.model.dtype, trainer.accelerator.mixed_precision, flush=True)
         (folder / "losses.json").write_text(json.dumps(losses))
 
 
@@ -98,9 +96,10 @@ def main() -> None:
     folder, *names = sys.argv[1:]
     launched = {key: value for key, value in os.environ.items() if key.startswith(PREFIXES)}
     for i, name in enumerate(names):
-        print(f"== {name} {time.process_time():.1f} {time.time():.1f}", flush=True)
+        name, _, once = name.partition(":")
         case = Path(folder) / name
-        run_recipe(script, case, launched if i == 0 else launcher_variables(case / "accelerate.yaml"))
+        variables = launched if i == 0 else launcher_variables(case / "accelerate.yaml")
+        run_recipe(script, case, variables, comparisons=() if once else ("split", "whole"))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from importlib.metadata import PathDistribution
 from pathlib import Path
 
@@ -70,7 +67,7 @@ def test_a_copy_leads_to_itself(name, elsewhere, capsys):
     assert ("prepare_quickstart.py" in texts) == (name == "quickstart-cpu")
     launch = load_config_from_file(str(folder / "accelerate.yaml"))
     assert (elsewhere / launch.deepspeed_config["deepspeed_config_file"]).samefile(folder / "deepspeed.json")
-    words = shlex.split(texts["README.md"].replace("'", "'\\''") if "'" in "" else launch_line(texts["README.md"]))
+    words = shlex.split(launch_line(texts["README.md"]))
     named = [word for word in words if word.endswith((".py", ".yaml"))]
     assert len(named) == 3 and all((elsewhere / path).is_file() for path in named)
     for file in ("accelerate.yaml", "train.yaml", "README.md"):
@@ -92,7 +89,8 @@ def test_recipes_are_found_where_pip_has_put_them(tmp_path, monkeypatch):
     packages, share = tmp_path / "lib" / "site-packages", tmp_path / "share" / "hf_cp"
     (packages / "hf_cp" / "tools").mkdir(parents=True)
     (packages / "recipes").mkdir()  # somebody else's
-    for file in ("recipes/quickstart-cpu/train.yaml", "recipes/quickstart-cpu/README.md", "examples/finetune.py"):
+    copied = ["recipes/quickstart-cpu/train.yaml", "recipes/quickstart-cpu/README.md"]
+    for file in [*copied, *(f"examples/{script}" for script in recipes.SCRIPTS)]:
         (share / file).parent.mkdir(parents=True, exist_ok=True)
         (share / file).write_text((ROOT / file).read_text())
     info = packages / "hf_cp-0.dist-info"
@@ -163,18 +161,16 @@ def blocks(text: str) -> list[tuple[str, str]]:
     return [(command, output) for command, output in found]
 
 
-@pytest.mark.slow
-def test_the_first_recipe_in_five_commands(elsewhere):
-    """Each command of docs/first-recipe.md, from another folder: it works, and prints what the document shows."""
+def test_the_first_recipe_in_five_commands(elsewhere, capsys):
+    """Each command of docs/first-recipe.md, in another folder: it works, and prints what the document shows."""
     commands = blocks((ROOT / "docs" / "first-recipe.md").read_text())
     assert len(commands) == 5 and commands[0][0].startswith("pip install")
-    env = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     for command, output in commands[1:]:
-        words = shlex.split(command)
-        assert words[0] == "hf-cp"
-        done = subprocess.run(
-            [sys.executable, "-m", "hf_cp", *words[1:]], cwd=elsewhere, env=env, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        assert done.stdout == output
+        program, *words = shlex.split(command)
+        assert program == "hf-cp" and main(words) == 0
+        printed = capsys.readouterr().out
+        if words[0] == "doctor":  # it looks at the machine
+            assert printed.splitlines()[-1].startswith("PASSED: nothing stands against starting")
+        else:
+            assert printed == output
     assert (elsewhere / "runs" / "llama-128k" / "train.yaml").exists()

@@ -51,7 +51,7 @@ def test_uneven_rows():
 
 def test_slow_process():
     found = report(step(work=1.5))
-    assert found.slow_ranks == (3,) and "+0% attention work" in found.verdict and "device is slow" in found.verdict
+    assert found.slow_ranks == (3,) and "0% more attention work" in found.verdict and "device is slow" in found.verdict
 
 
 def test_slow_batches():
