@@ -93,10 +93,7 @@ class Accelerated(Run):
             return super().gradients()
         from deepspeed.utils import safe_get_full_grad
 
-        named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        for parameter in named.values():
-            parameter.grad = None  # with sequence parallelism it may be left: reduced on one rank only, yet preferred
-        return {name: safe_get_full_grad(parameter) for name, parameter in named.items()}
+        return {name: safe_get_full_grad(p) for name, p in self.model.named_parameters() if p.requires_grad}
 
 
 class Ours(Accelerated):

@@ -17,6 +17,8 @@ from hf_cp.tools.plan import load_config
 WARM_UP_TOKENS = 256
 LORA_RANK = 8
 
+Gradients = dict[str, torch.Tensor]  # by the parameters' names
+
 
 class Case(NamedTuple):
     """What is trained ("full" or "lora"), on rows of how many tokens, and how often it is measured."""
@@ -73,8 +75,11 @@ def measured_step(name: str, case: Case, sizes: Sizes, with_error: bool) -> Meas
         case, sizes (`Case`, `Sizes`): what is trained.
         with_error (`bool`): whether the first step's gradients are compared with the untouched model's in fp64.
     """
-    run, rows = start(name, case, sizes), make_rows(case, sizes)
-    error, norm = warm_up(run, rows[0], sizes, case, with_error)
+    rows = make_rows(case, sizes)
+    # first: DeepSpeed replaces attention for every model of the process
+    exact = exact_gradients(rows[0], case, sizes) if with_error else None
+    run = start(name, case, sizes)
+    error, norm = warm_up(run, rows[0], exact)
     if dist.is_initialized():
         dist.barrier()
     kept: dict[int, int] = {}
@@ -127,26 +132,22 @@ def make_rows(case: Case, sizes: Sizes) -> tuple[torch.Tensor, torch.Tensor]:
     return short, row
 
 
-def warm_up(
-    run: Run, row: torch.Tensor, sizes: Sizes, case: Case, with_error: bool
-) -> tuple[float | None, float | None]:
-    """A step; (error, norm) of its gradients, if they are compared."""
+def warm_up(run: Run, row: torch.Tensor, exact: Gradients | None) -> tuple[float | None, float | None]:
+    """A step; (error, norm) of its gradients, if there is something to compare them with."""
     run.backward(run.forward(row))
-    found = None, None
-    if with_error:
-        found = compare(run.gradients(), exact_gradients(row, case, sizes))
+    found = (None, None) if exact is None else compare(run.gradients(), exact)
     run.update()
     return found
 
 
-def exact_gradients(row: torch.Tensor, case: Case, sizes: Sizes) -> dict[str, torch.Tensor]:
+def exact_gradients(row: torch.Tensor, case: Case, sizes: Sizes) -> Gradients:
     """Of the untouched model, in fp64."""
     exact = Untouched(make_model(case, sizes).double())
     exact.backward(exact.forward(row))
     return exact.gradients()
 
 
-def compare(gradients: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> tuple[float, float]:
+def compare(gradients: Gradients, exact: Gradients) -> tuple[float, float]:
     """(worst relative difference of a tensor, norm of all over the exact norm)."""
     assert sorted(gradients) == sorted(exact)
     errors = [float((gradients[name].double() - g).norm() / g.norm()) for name, g in exact.items()]

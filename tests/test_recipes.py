@@ -125,9 +125,8 @@ def test_gpu_recipes_are_what_their_plans_give(name):
 @every_recipe
 def test_commands_of_the_readme_are_understood(recipe):
     commands = hf_cp_commands((recipe / "README.md").read_text())
-    assert {"doctor", "pack", "verify", "plan"} <= {words[0] for words in commands} or not recipe.name.startswith(
-        "h100"
-    )
+    if recipe.name.startswith("h100"):
+        assert {"doctor", "pack", "verify", "plan"} == {words[0] for words in commands}
     for words in commands:
         parser().parse_args(words)
 

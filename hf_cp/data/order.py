@@ -36,6 +36,15 @@ def attention_areas(manifest: PackingManifest) -> tuple[int, ...]:
     )
 
 
+def check_rows_per_step(rows_per_step: int, dp_size: int) -> None:
+    """Raises ValueError unless the rows of an optimizer step fill whole micro-steps."""
+    if rows_per_step < 1 or rows_per_step % dp_size:
+        raise ValueError(
+            f"rows_per_step={rows_per_step} is not a multiple of dp_size={dp_size}.\n"
+            "  An optimizer step has dp_size rows per micro-step: use dp_size * gradient_accumulation_steps."
+        )
+
+
 def even_out(rows: Sequence[int], costs: Sequence[int], dp_size: int) -> list[int]:
     """Deals the rows of one step: similar costs in a micro-step, every second micro-step backwards.
 
@@ -77,11 +86,7 @@ class RowOrder:
     group_by_cost: bool = False
 
     def __post_init__(self):
-        if self.rows_per_step < 1 or self.rows_per_step % self.dp_size:
-            raise ValueError(
-                f"rows_per_step={self.rows_per_step} is not a multiple of dp_size={self.dp_size}.\n"
-                "  An optimizer step has dp_size rows per micro-step: use dp_size * gradient_accumulation_steps."
-            )
+        check_rows_per_step(self.rows_per_step, self.dp_size)
         if self.group_by_cost and not self.shuffle:
             raise ValueError("group_by_cost=True needs shuffle=True: natural order cannot be grouped.")
         if self.drop_last and self.num_rows < self.dp_size:

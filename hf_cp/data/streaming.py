@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from hf_cp.data.collator import DataCollatorForContextParallel
 from hf_cp.data.documents import Document
 from hf_cp.data.loader import RowOutcome, agreed_batch, plain_error
-from hf_cp.data.order import even_out
+from hf_cp.data.order import check_rows_per_step, even_out
 from hf_cp.data.position import LoaderPosition
 from hf_cp.parallel.mesh import ContextParallelMesh
 from hf_cp.sequence.packing import pack_documents
@@ -103,6 +103,7 @@ class StreamRows(IterableDataset):
     ):
         self.stream, self.collator, self.settings = stream, collator, settings
         self.dp_rank, self.dp_size, self.rows_per_step = dp_rank, dp_size, rows_per_step
+        check_rows_per_step(rows_per_step, dp_size)
 
     def __iter__(self) -> Iterator[RowOutcome]:
         return self.outcomes(0)

@@ -92,8 +92,8 @@ def balance_loss(
         ValueError: gradients are on, but reentrant checkpointing has cut them off the router logits.
     """
     _check_graph(model, router_logits)
-    is_token = (layout.indices(mesh.cp_rank) >= 0).to(router_logits[0].device)
-    choices, probabilities = _local_sums(router_logits, is_token, top_k=model.num_experts_per_tok)
+    num_tokens = int((layout.indices(mesh.cp_rank) >= 0).sum())  # on the host; padding is at the end
+    choices, probabilities = _local_sums(router_logits, num_tokens, top_k=model.num_experts_per_tok)
     num_targets = (shift_labels != IGNORE_INDEX).sum().to(choices).view(1)
     sums = sum_over_cp(torch.cat([choices, probabilities, num_targets]), mesh)
     total_choices, total_probabilities, total_targets = sums.split([len(choices), len(choices), 1])
@@ -121,12 +121,12 @@ def add_balance_loss(
 
 
 def _local_sums(
-    router_logits: tuple[torch.Tensor, ...], is_token: torch.Tensor, *, top_k: int
+    router_logits: tuple[torch.Tensor, ...], num_tokens: int, *, top_k: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choices and probabilities of every expert, [num_experts] each, summed over layers and local tokens."""
+    """Choices and probabilities of every expert, [num_experts] each, summed over layers and the first `num_tokens`."""
     choices, probabilities = [], []
     for logits in router_logits:
-        layer = logits[is_token].to(accumulator_dtype(logits.dtype)).softmax(dim=-1)  # [tokens, E]
+        layer = logits[:num_tokens].to(accumulator_dtype(logits.dtype)).softmax(dim=-1)  # [tokens, E]
         chosen = torch.zeros_like(layer).scatter(1, layer.topk(top_k, dim=-1).indices, 1.0)
         choices.append(chosen.sum(dim=0))
         probabilities.append(layer.sum(dim=0))

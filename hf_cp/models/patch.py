@@ -30,6 +30,7 @@ from hf_cp.models.batch import check_batch
 from hf_cp.models.checkpointing import KeptAttention, kept_attention
 from hf_cp.models.checks import check_model
 from hf_cp.models.loss import reduce_losses, token_losses
+from hf_cp.models.methods import rebound
 from hf_cp.models.moe import add_balance_loss, balance_loss, is_mixture, token_loss_only, uses_balance_loss
 from hf_cp.models.rope import frequencies_of_the_row, rotaries_by_length
 from hf_cp.models.tiled_mlp import check_mlps, tile_mlps, untile_mlps
@@ -118,7 +119,9 @@ def apply_context_parallel(model: nn.Module, config_or_mesh: ContextParallelConf
     for layer in base.get_decoder().layers:
         setattr(layer.self_attn, _STATE, state)
     if config.mlp_chunk_tokens is not None:
-        tile_mlps(base.get_decoder().layers, state.num_mlp_chunks)
+        for layer in base.get_decoder().layers:
+            setattr(layer.mlp, _STATE, state)
+        tile_mlps(base.get_decoder().layers, _num_mlp_chunks)
     state.patched = _wrap_forward(state.forward)
     base.forward = MethodType(state.patched, base)
     base.set_attn_implementation(ATTENTION_NAME)
@@ -149,6 +152,8 @@ def remove_context_parallel(model: nn.Module) -> nn.Module:
         delattr(layer.self_attn, _STATE)
     if state.config.mlp_chunk_tokens is not None:
         untile_mlps(base.get_decoder().layers)
+        for layer in base.get_decoder().layers:
+            delattr(layer.mlp, _STATE)
     return model
 
 
@@ -211,16 +216,20 @@ def _give_own_config(model: nn.Module, base: PreTrainedModel) -> None:
             module.config = own
 
 
+def _num_mlp_chunks(mlp: nn.Module) -> int:
+    return vars(mlp)[_STATE].num_mlp_chunks()
+
+
 def _wrap_forward(original: Callable) -> Callable:
     @functools.partial(torch.compiler.disable, recursive=False)
-    @functools.wraps(original)
+    @functools.wraps(getattr(original, "__func__", original))  # the function: its signature begins with self
     def forward(self, *args: Any, hf_cp_layout: SequenceLayout | None = None, **kwargs: Any):
         state: ContextParallelState | None = getattr(self, _STATE, None)
         if state is None or not state.active or state.patched is not forward:  # the last: of an earlier patch
-            return original(*args, **kwargs)
+            return rebound(original, self)(*args, **kwargs)
         if hf_cp_layout is None and any(kwargs.get(name) is not None for name in ("cache", "past_key_values")):
             with context_parallel_disabled(self):  # generate(): every rank holds the whole text
-                return original(*args, **kwargs)
+                return rebound(original, self)(*args, **kwargs)
         return _forward(self, state, hf_cp_layout, *args, **kwargs)
 
     return forward

@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from hf_cp.models.methods import rebound
+
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -32,8 +34,8 @@ def check_mlps(layers: Iterable[nn.Module], chunk_tokens: int) -> None:
             )
 
 
-def tile_mlps(layers: Iterable[nn.Module], num_chunks: Callable[[], int]) -> None:
-    """Replaces the `forward` of every layer's `mlp`; `num_chunks` is asked in every call."""
+def tile_mlps(layers: Iterable[nn.Module], num_chunks: Callable[[nn.Module], int]) -> None:
+    """Replaces the `forward` of every layer's `mlp`; `num_chunks` of the `mlp` is asked in every call."""
     for layer in layers:
         layer.mlp.forward = MethodType(_tiled(layer.mlp.forward, num_chunks), layer.mlp)
 
@@ -45,13 +47,15 @@ def untile_mlps(layers: Iterable[nn.Module]) -> None:
         if getattr(original, "__func__", None) is type(layer.mlp).forward:
             del layer.mlp.forward
         else:
-            layer.mlp.forward = original
+            layer.mlp.forward = rebound(original, layer.mlp)
 
 
-def _tiled(original: Forward, num_chunks: Callable[[], int]) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
+def _tiled(
+    original: Forward, num_chunks: Callable[[nn.Module], int]
+) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
     def forward(self: nn.Module, hidden: torch.Tensor) -> torch.Tensor:  # [1, n, hidden_size] both
-        chunks = num_chunks()
-        return original(hidden) if chunks == 1 else in_chunks(original, hidden, chunks)
+        chunks, whole = num_chunks(self), rebound(original, self)
+        return whole(hidden) if chunks == 1 else in_chunks(whole, hidden, chunks)
 
     forward.original = original
     return forward

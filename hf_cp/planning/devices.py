@@ -27,6 +27,7 @@ class Device:
         attention_tflops (`float`): sustained by the attention kernel, forward and backward together, in TFLOP/s.
         intra_gbs, inter_gbs (`float`): GB/s that one process sends inside a node, and between nodes.
         intra_latency, inter_latency (`float`): seconds before the first byte of a message.
+        half_efficiency_tokens (`float`): blocks of so many tokens reach half of the kernel's sustained rate.
         is_measured (`bool`): whether attention and links come from `hf-cp bench`.
     """
 
@@ -39,6 +40,7 @@ class Device:
     inter_gbs: float
     intra_latency: float = 10e-6
     inter_latency: float = 20e-6
+    half_efficiency_tokens: float = 512.0
     is_measured: bool = False
 
 
@@ -79,19 +81,20 @@ def device_of_gpu(gpu_name: str, memory_bytes: int) -> Device | None:
     return min(found, key=lambda device: abs(device.memory_gib * GIB - memory_bytes), default=None)
 
 
-def find_device(name_or_file: str, *, measured: str | Path | None = None) -> Device:
+def find_device(which: str | Device, *, measured: str | Path | None = None) -> Device:
     """A device of the table, or of a JSON file with the fields of [`Device`]; `measured` replaces fields.
 
     Args:
-        name_or_file (`str`): "h100", ..., or the path of a JSON file; a file may name a `base` device of the table.
+        which (`str` or `Device`): "h100", ..., or the path of a JSON file, which may name a `base` device of the
+            table; a `Device` is taken as it is.
         measured (path, *optional*): `bench.json` of `hf-cp bench`; its `device` section wins.
 
     Raises:
         ValueError: no such device or field.
     """
-    device = DEVICES.get(name_or_file.lower())
+    device = which if isinstance(which, Device) else DEVICES.get(which.lower())
     if device is None:
-        device = _from_file(Path(name_or_file))
+        device = _from_file(Path(which))
     if measured is not None:
         section = json.loads(Path(measured).read_text()).get("device")
         if not isinstance(section, dict):
@@ -114,7 +117,9 @@ def _from_file(path: Path) -> Device:
     try:
         return Device(**{"name": path.stem, **values})
     except TypeError as error:
-        raise ValueError(f"{path} does not describe a device: {error}. The fields are {_fields()}.") from None
+        raise ValueError(
+            f"{path} does not describe a device: {error}. The fields are {', '.join(_fields())}."
+        ) from None
 
 
 def _replace(device: Device, values: dict, *, source: str) -> Device:

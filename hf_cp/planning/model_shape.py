@@ -52,12 +52,21 @@ class ModelShape:
 
         Args:
             config (`PretrainedConfig`): of a causal LM.
+
+        Raises:
+            ValueError: the model has experts, whose weights and activations do not follow from these sizes.
         """
         from transformers import AutoModelForCausalLM  # seconds; only for those who plan
 
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
         layers = model.get_decoder().layers
+        num_experts = sum(hasattr(module, "experts") for module in layers.modules())
+        if num_experts:
+            raise ValueError(
+                f"{config.model_type} has experts in {num_experts} of {len(layers)} layers; memory and time are known "
+                "for dense models only.\n  Plan a dense model of about as many active parameters, or measure."
+            )
         linear = [module for module in layers.modules() if isinstance(module, nn.Linear)]
         num_heads, num_kv_heads = head_counts(config)
         return cls(

@@ -119,8 +119,7 @@ def plan_context_parallel(
         raise ValueError(
             f"cp_size={cp_size} does not divide {num_gpus} GPUs. Choose one of {_divisors(num_gpus)}, or leave it out."
         )
-    device = gpu if isinstance(gpu, Device) and measured is None else find_device(_name(gpu), measured=measured)
-    cluster = Cluster(device, num_gpus, min(gpus_per_node, num_gpus))
+    cluster = Cluster(find_device(gpu, measured=measured), num_gpus, min(gpus_per_node, num_gpus))
     model, training = ModelShape.from_config(model_config), training or Training()
     rows = [(seq_len,)] if lengths is None else _rows(lengths, seq_len)
     sampled = _sample(rows)
@@ -237,10 +236,6 @@ def _check_sizes(**sizes: int) -> None:
     for name, value in sizes.items():
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be a positive integer, got {value!r}.")
-
-
-def _name(gpu: str | Device) -> str:
-    return gpu.name if isinstance(gpu, Device) else gpu
 
 
 def _divisors(number: int) -> list[int]:

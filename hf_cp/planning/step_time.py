@@ -21,7 +21,6 @@ from hf_cp.sequence.costs import BACKWARD_FLOPS, AttentionShape, attention_flops
 from hf_cp.sequence.layout import SequenceLayout
 from hf_cp.sequence.plan import AttentionPlan
 
-HALF_EFFICIENCY_TOKENS = 512  # a kernel on blocks of b tokens reaches b / (b + 512) of its sustained rate
 SAMPLED_RANKS = 8  # ring ranks whose work is looked at; layouts balance it to about 1 %
 TERA, GIGA = 1e12, 1e9
 
@@ -230,4 +229,5 @@ def _kernel_rate(row: RowCost, per_step: Sequence[int]) -> float:
     """Operations per second; blocks as large as a document's part of a shard, but no larger than a step's square."""
     parts = min(len(row.doc_lengths), max(1, row.layout.ring_shard_length))
     block = min(row.layout.ring_shard_length / max(1, parts / row.config.ring_degree), sqrt(max(1, *per_step, 1)))
-    return row.cluster.device.attention_tflops * TERA * block / (block + HALF_EFFICIENCY_TOKENS)
+    device = row.cluster.device
+    return device.attention_tflops * TERA * block / (block + device.half_efficiency_tokens)

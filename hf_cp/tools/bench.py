@@ -53,11 +53,16 @@ MIB = 2**20
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `hf-cp bench`; lists are separated by commas."""
     parser.add_argument("--degrees", type=_list_of(_degrees), metavar="RxU,...", help="ring x ulysses (default: all)")
-    parser.add_argument("--engines", type=_choices(RING_COMMS[1:]), default=RING_COMMS[1:], metavar="ENGINE,...")
-    parser.add_argument("--layouts", type=_choices(LAYOUTS[1:]), default=("document",), metavar="LAYOUT,...")
+    engines, layouts = RING_COMMS[1:], LAYOUTS[1:]
+    words = f"of a ring: {', '.join(engines)} (default: all)"
+    parser.add_argument("--engines", type=_choices(engines), default=engines, metavar="ENGINE,...", help=words)
+    words = f"of a ring: {', '.join(layouts)} (default: document)"
+    parser.add_argument("--layouts", type=_choices(layouts), default=("document",), metavar="LAYOUT,...", help=words)
     parser.add_argument("--seq-lens", type=_list_of(_tokens), metavar="N,...", help="tokens of a row, as 2048 or 32k")
     heads = parser.add_mutually_exclusive_group()
-    heads.add_argument("--attention", type=_choices(ATTENTION_TYPES), metavar="TYPE,...", help="mha, gqa, mqa")
+    heads.add_argument(
+        "--attention", type=_choices(ATTENTION_TYPES), metavar="TYPE,...", help="mha, gqa, mqa (default: gqa)"
+    )
     heads.add_argument("--model", metavar="MODEL", help="take head counts from this model (see hf-cp plan)")
     parser.add_argument("--num-heads", type=_tokens, default=8, help="query heads for --attention (default: 8)")
     parser.add_argument("--head-dim", type=_tokens, default=64, help="for --attention (default: 64)")
@@ -69,7 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="off,on",
         help="on: attention is computed and communicated again in the backward pass (keep_attention=False)",
     )
-    parser.add_argument("--rows", type=_choices(ROWS), default=ROWS, metavar="single,packed")
+    words = "one document, or many (default: both)"
+    parser.add_argument("--rows", type=_choices(ROWS), default=ROWS, metavar="single,packed", help=words)
     parser.add_argument("--lengths", type=Path, help="document lengths of the packed row: JSON, .npy, or one a line")
     parser.add_argument("--rounds", type=_tokens, help="rounds that count (default: 7)")
     parser.add_argument("--quick", action="store_true", help="short rows, few rounds: shows that everything works")
@@ -96,7 +102,10 @@ def run(args: argparse.Namespace) -> int:
         cases = _agreed_cases(args, base, mesh)
     except (ValueError, OSError, ImportError, RuntimeError) as error:
         return print_usage_error(error)
-    results = measure_all(cases, meshes, rounds=args.rounds or (2 if args.quick else 7), warm_up=1)
+    try:
+        results = measure_all(cases, meshes, rounds=args.rounds or (2 if args.quick else 7), warm_up=1)
+    except ValueError as error:  # on every rank alike, before it sends: the kernel cannot do this
+        return print_usage_error(error)
     progress("Links and rates")
     calibration = _calibrate(cases, meshes, base, per_node, args.quick)
     return _finish(args, results, calibration, _world(mesh, per_node, results))
@@ -127,6 +136,7 @@ def make_cases(args: argparse.Namespace, base: ContextParallelConfig, mesh: Cont
     """
     from hf_cp.tools import bench_cases
 
+    _check_files(args)
     configs = list(bench_cases.methods(base, _all_degrees(args, mesh.world_size), args.engines, args.layouts))
     cases, skipped = bench_cases.make_cases(_settings(args, mesh.device_type), configs)
     for reason in skipped:
@@ -181,6 +191,15 @@ def _agreed_cases(args: argparse.Namespace, base: ContextParallelConfig, mesh: C
     digest = int(sha256(repr(cases).encode()).hexdigest()[:15], 16)
     exchange_status("list of cases", mesh=mesh, error=error, digest=digest, scope="world")
     return cases
+
+
+def _check_files(args: argparse.Namespace) -> None:
+    """What would fail after everything has been measured fails now."""
+    if args.plot:
+        import matplotlib  # noqa: F401 (extra `plot`)
+    for path in (args.output, args.plot, args.json if args.json != "-" else None):
+        if path and not Path(path).resolve().parent.is_dir():
+            raise ValueError(f"{path} cannot be written: its folder does not exist. Make it first.")
 
 
 def _all_degrees(args: argparse.Namespace, world_size: int) -> list[tuple[int, int]]:

@@ -19,7 +19,7 @@ import torch
 from hf_cp.config import ContextParallelConfig
 from hf_cp.parallel.collectives import finish_all_to_all, start_all_to_all, start_hop
 from hf_cp.parallel.mesh import ContextParallelMesh
-from hf_cp.planning.step_time import GIGA, HALF_EFFICIENCY_TOKENS, TERA
+from hf_cp.planning.step_time import GIGA, TERA
 from hf_cp.sequence.costs import AttentionShape, attention_flops
 from hf_cp.tools.bench_cases import Case, Setting
 from hf_cp.tools.bench_measure import NOISE, Meshes, Run, Spread, measure, timed
@@ -104,19 +104,43 @@ def calibrate(
     """
     sizes = SIZES["quick" if quick else meshes.device_type]
     alone = _with_degrees(base, 1, 1)
-    attention = _attention(setting, alone, meshes, sizes)
-    flops = sum(attention_flops(_shape(setting), _area(setting)))
+    long, short = (_attention(part, alone, meshes, sizes) for part in (setting, _shortened(setting)))
+    kernel = fit_kernel([_rate(setting, long), _rate(_shortened(setting), short)])
     matmul = _matmul(setting.torch_dtype, meshes.of(alone), sizes)
     links = [
         _link(kind, span, span <= per_node, meshes, sizes, base)
         for span in _spans(meshes.of(alone).world_size, per_node)
         for kind in ("hop", "all-to-all")
     ]
-    rates = (
-        flops / attention.median / _efficiency(setting) / TERA,
-        2.0 * sizes.matrix**3 / matmul.median / TERA,
-    )
-    return Calibration(links, attention, rates[0], matmul, rates[1], _device(links, *rates, meshes.device_type))
+    matmul_tflops = 2.0 * sizes.matrix**3 / matmul.median / TERA
+    device = _device(links, kernel, matmul_tflops, meshes.device_type)
+    return Calibration(links, long, kernel.tflops, matmul, matmul_tflops, device)
+
+
+class Kernel(NamedTuple):
+    """An attention kernel's speed: on blocks of b tokens it reaches b / (b + half_efficiency_tokens) of `tflops`."""
+
+    tflops: float
+    half_efficiency_tokens: float
+
+
+def fit_kernel(rates: Sequence[tuple[float, float]]) -> Kernel:
+    """The kernel through two points (block in tokens, TFLOP/s).
+
+    1 / rate = 1 / tflops + (half_efficiency_tokens / tflops) / block is a line in 1 / block. If the shorter block is
+    not slower, blocks do not matter.
+
+    >>> fit_kernel([(1000.0, 10.0), (250.0, 5.0)])
+    Kernel(tflops=15.0, half_efficiency_tokens=500.0)
+    """
+    (block, rate), (short_block, short_rate) = rates
+    slope = (1 / short_rate - 1 / rate) / (1 / short_block - 1 / block)
+    if slope <= 0:
+        return Kernel(rate, 0.0)
+    start = 1 / rate - slope / block
+    # noise may put the line's start below zero: then no long block is far from the end of the line
+    start = max(start, 0.5 / rate)
+    return Kernel(round(1 / start, 9), round(slope / start, 9))
 
 
 def fit(points: Sequence[Point]) -> tuple[float, float, float]:
@@ -194,19 +218,25 @@ def _shape(setting: Setting) -> AttentionShape:
     return AttentionShape(heads.num_heads, heads.num_kv_heads, heads.head_dim, setting.torch_dtype.itemsize)
 
 
-def _efficiency(setting: Setting) -> float:
-    """The planner's share of the sustained rate on this document: its block is the root of the area."""
-    block = _area(setting) ** 0.5
-    return block / (block + HALF_EFFICIENCY_TOKENS)
+def _shortened(setting: Setting) -> Setting:
+    """An eighth of the document."""
+    return replace(setting, doc_lengths=(max(1, setting.num_tokens // 8),))
 
 
-def _device(links: Sequence[Link], attention_tflops: float, matmul_tflops: float, device_type: str) -> dict[str, Any]:
+def _rate(setting: Setting, seconds: Spread) -> tuple[float, float]:
+    """(block, TFLOP/s); the planner's block of one document is the root of its area."""
+    area = _area(setting)
+    return area**0.5, sum(attention_flops(_shape(setting), area)) / seconds.median / TERA
+
+
+def _device(links: Sequence[Link], kernel: Kernel, matmul_tflops: float, device_type: str) -> dict[str, Any]:
     """Fields of a `Device`."""
     values: dict[str, Any] = {"name": "CPU", "is_measured": True}
     if device_type == "cuda":
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         values |= {"name": properties.name, "memory_gib": properties.total_memory / 2**30}
-    values |= {"attention_tflops": attention_tflops, "matmul_tflops": matmul_tflops}
+    values |= {"attention_tflops": kernel.tflops, "half_efficiency_tokens": kernel.half_efficiency_tokens}
+    values |= {"matmul_tflops": matmul_tflops}
     for name, in_node in (("intra", True), ("inter", False)):
         points = [point for link in links if link.in_node is in_node for point in link.points]
         if points:

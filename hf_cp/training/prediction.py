@@ -89,8 +89,8 @@ class Predictions:
             outputs (`ShardOutputs`): of this rank.
             token_losses (`torch.Tensor`): [n], of this rank.
         """
+        leaves, self._structure = outputs.leaves(), outputs.structure  # first: it may find an error
         exchange_status("predictions", mesh=self._mesh, step=self._step, error=outputs.error, scope="world")
-        leaves, self._structure = outputs.leaves(), outputs.structure
         if self._with_losses:
             leaves.append(token_losses.double().cpu())
         if not self._results:
@@ -230,8 +230,13 @@ class ShardOutputs:
         self._chunks.append([leaf.cpu() for leaf in leaves])
 
     def leaves(self) -> list[torch.Tensor]:
-        """Tensors [n, ...] on the host, in the order of `structure`."""
-        return [torch.cat(parts) for parts in zip(*self._chunks, strict=True)]
+        """Tensors [n, ...] on the host, in the order of `structure`; none where there is an `error`."""
+        if self.error is None:
+            try:
+                return [torch.cat(parts) for parts in zip(*self._chunks, strict=True)]
+            except (RuntimeError, ValueError):
+                self.error = _unlike_chunks(self._chunks)
+        return []
 
 
 def evaluate_row(
@@ -271,6 +276,15 @@ def _check_leaf(leaf: Any, logits: torch.Tensor) -> None:
             f"with parts of rows, so it must return [1, {logits.shape[1]}, ...], a result for each token.\n"
             "  Treat every token by itself (e.g. logits.argmax(-1)), and shift or sum in compute_metrics."
         )
+
+
+def _unlike_chunks(chunks: list[list[torch.Tensor]]) -> ValueError:
+    shapes = sorted({str([list(leaf.shape[1:]) for leaf in leaves]) for leaves in chunks})
+    return ValueError(
+        "preprocess_logits_for_metrics returned other results for some tokens than for others: by token, results of "
+        f"the shapes {' and '.join(shapes)}.\n"
+        "  Return the same number of tensors, with the same shape for each token, in every call."
+    )
 
 
 def _storable(leaf: torch.Tensor) -> torch.Tensor:

@@ -37,8 +37,10 @@ class CheckpointsMixin:
 
     def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         """As stock, with `hf_cp.json` beside the weights."""
-        if self._own_rows and self.args.should_save:
-            self._record().save(self.args.output_dir if output_dir is None else output_dir)
+        if self._own_rows:
+            record = self._record()  # on every process: before training it makes the process groups
+            if self.args.should_save:
+                record.save(self.args.output_dir if output_dir is None else output_dir)
         super().save_model(output_dir, *args, **kwargs)
 
     def _record(self) -> CheckpointRecord:

@@ -135,6 +135,14 @@ def test_eager(tile, num_kv_heads):
     check_calls(EagerKernel(), [tile], num_kv_heads, num_calls=1)
 
 
+def test_the_reference_hides_no_nan():
+    q, k, v = (torch.randn(4, 2, 8) for _ in range(3))
+    k[1] = torch.nan
+    (group,) = plan_calls([Tile(0, 4, 0, 4, None, 0)], EagerKernel(), CPU)
+    out, _ = EagerKernel().forward(q, k, v, group=group, scale=1.0)
+    assert out[0].isfinite().all() and out[1:].isnan().all()
+
+
 @pytest.mark.parametrize("name", FLASH)
 @pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("tile", SQUARES + BANDS, ids=str)

@@ -50,7 +50,7 @@ def test_the_report_follows_from_the_numbers(tmp_path, monkeypatch):
     found["untouched model"] = found["one process"]
     found["DeepSpeed Ulysses, ZeRO-2"] = Measured(3.0, 400, 1000, 1.0, 2.0)
     peers = training.measure_case(CASE, SIZES, training.PEER_RUNS, with_error=True)
-    assert "| DeepSpeed Ulysses, ZeRO-2 | 0.750 | 0.50 | 1.0e+00 | 2.000000 |" in training.peer_table(peers)
+    assert "| DeepSpeed Ulysses, ZeRO-2 | 0.750 | 1.0e+00 | 2.000000 |" in training.peer_table(peers)
     output = tmp_path / "training"
     training.save(tables, peers, Namespace(output=output, peer_layers=1, peer_tokens=512))
     assert json.loads(output.with_suffix(".json").read_text())["peers"]["norm"]["DeepSpeed Ulysses, ZeRO-2"] == 2.0

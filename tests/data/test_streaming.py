@@ -220,6 +220,18 @@ def test_ranks_with_other_streams_stop_together(world4, case, words):
         assert all(word in error.message for word in words), error.message
 
 
+def test_steps_hold_whole_micro_steps():
+    with pytest.raises(ValueError, match="rows_per_step=3 is not a multiple of dp_size=2"):
+        StreamRows(
+            Stream(),
+            collator=DataCollatorForContextParallel(CP1, max_tokens=32),
+            settings=StreamSettings(32, "error", 100, True, 3),
+            dp_rank=0,
+            dp_size=2,
+            rows_per_step=3,
+        )
+
+
 def test_dp_ranks_are_even():
     """Rows of a step are dealt by falling cost, so those that meet in a micro-step are similar."""
     rows = StreamRows(

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import copy
 import gc
+import inspect
 import weakref
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import DynamicCache
 
 from hf_cp import (
     ContextParallelConfig,
@@ -397,3 +400,32 @@ def test_a_row_is_freed_with_its_plans():
     gone = weak() is None
     gc.enable()
     assert gone
+
+
+@pytest.mark.parametrize("mlp_chunk_tokens", [None, 4])
+def test_a_copied_model_runs_on_its_own_weights(mlp_chunk_tokens):
+    """In every way: split loss, whole rows, and after the removal; the original's weights are zero by then."""
+    config, row = ContextParallelConfig(force=True, mlp_chunk_tokens=mlp_chunk_tokens), Row(LENGTHS)
+    model = apply_context_parallel(tiny_model(), config)
+    batch, ids = row.local_batch(SequenceLayout(LENGTHS, config), 0), torch.arange(9).unsqueeze(0)
+    with context_parallel_disabled(model):
+        expected, logits = model(**batch).loss, model(ids).logits
+    loss = model(**batch).loss
+    model, original = copy.deepcopy(model), model
+    remove_context_parallel(original)
+    with torch.no_grad():
+        for parameter in original.parameters():
+            parameter.zero_()
+    assert model(**batch).loss.equal(loss)
+    with context_parallel_disabled(model):
+        assert model(**batch).loss.equal(expected) and model(ids).logits.equal(logits)
+    assert model(ids, use_cache=True, cache=DynamicCache()).logits.equal(logits)  # as in generate()
+    remove_context_parallel(model)
+    assert model(ids).logits.equal(logits)
+
+
+def test_the_signature_stays():
+    model = tiny_model()
+    parameters = list(inspect.signature(model.forward).parameters)
+    apply_context_parallel(model, ContextParallelConfig(force=True))
+    assert list(inspect.signature(model.forward).parameters) == parameters

@@ -7,7 +7,7 @@ import json
 
 import numpy as np
 import pytest
-from transformers import AutoConfig
+from transformers import AutoConfig, MixtralConfig
 
 from hf_cp import ContextParallelConfig, SequenceLayout
 from hf_cp.planning.devices import DEVICES, GIB, Device, find_device
@@ -133,6 +133,18 @@ def test_a_measured_device_replaces_the_assumed_one(tmp_path):
     assert device.intra_gbs == 1.0 and device.is_measured and device.inter_gbs == DEVICES["h100"].inter_gbs
     (tmp_path / "mine.json").write_text(json.dumps({"base": "a100", "memory_gib": 60}))
     assert find_device(str(tmp_path / "mine.json")).memory_gib == 60
+    own = dataclasses.replace(DEVICES["h100"], memory_gib=40.0)
+    assert find_device(own, measured=tmp_path / "bench.json") == dataclasses.replace(
+        own, intra_gbs=1.0, is_measured=True
+    )
+
+
+def test_experts_are_refused():
+    """Their weights are no linear layers, and a token sees only some of them: the estimate would be far off."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = MixtralConfig(num_hidden_layers=2, num_local_experts=4, vocab_size=64, **sizes)
+    with pytest.raises(ValueError, match=r"mixtral has experts in 2 of 2 layers"):
+        plan_context_parallel(config, seq_len=1024, num_gpus=2)
 
 
 @pytest.mark.parametrize(

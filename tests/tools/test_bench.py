@@ -348,6 +348,20 @@ def test_one_process_measures_rates_and_no_links():
     assert content["calibration"]["links"] == [] and "intra_gbs" not in content["device"]
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (("--kernel", "flash_attn"), "kernel='flash_attn'"),
+        (("--output", "/nowhere/bench.json"), "its folder does not exist"),
+        (("--num-heads", "6"), "Set --num-heads to a multiple of 4"),
+        (("--attention", "mha", "--head-chunks", "3"), "head_chunks=3 does not divide"),
+    ],
+)
+def test_settings_that_do_not_fit(options, text):
+    ended = call("--quick", "--seq-lens", "64", *options)
+    assert ended.status == 2 and ended.out == "" and text in ended.err
+
+
 @pytest.mark.parametrize("option", [("--degrees", "2"), ("--engines", "auto"), ("--seq-lens", "0"), ("--rows", "x")])
 def test_options_that_cannot_be_read(option):
     with pytest.raises(SystemExit) as ended:

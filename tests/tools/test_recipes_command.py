@@ -104,7 +104,7 @@ def test_recipes_are_found_where_pip_has_put_them(tmp_path, monkeypatch):
     assert (tmp_path / "copy" / "finetune.py").exists()
 
     (info / "RECORD").write_text(record[0] + "\n")
-    with pytest.raises(FileNotFoundError, match="not installed.*pip install"):
+    with pytest.raises(FileNotFoundError, match="(?s)not installed.*pip install"):
         recipes.data_root()
 
 

@@ -125,6 +125,18 @@ def test_checkpoint_of_the_trainer(world4, tmp_path, lora):
         assert all(torch.equal(plain.state_dict()[name], parameter) for name, parameter in parameters.items())
 
 
+def save_untrained(folder: str) -> None:
+    trainer = make_trainer(make_model(), REF, make_documents([30, 21]), output_dir=folder)
+    trainer.save_model()
+
+
+@pytest.mark.distributed
+def test_a_model_is_saved_before_training(world2, tmp_path):
+    """Whole packed rows: nothing has made the process groups yet, which takes all processes."""
+    world2.run(save_untrained, str(tmp_path), timeout=30)
+    assert CheckpointRecord.load(tmp_path).dp_size == 2
+
+
 def loop(config: ContextParallelConfig, accumulation: int, folder: str, stop: int, resume: bool) -> dict:
     """Two epochs of 3 steps of a custom loop; saves after `stop` steps, or goes on from there."""
     plugin = ContextParallelPlugin(config)

@@ -246,6 +246,12 @@ def other_sizes(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return logits[..., : 3 + dist.get_rank()]
 
 
+def changes_on_rank_1(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Another size in every second call."""
+    changes_on_rank_1.calls = getattr(changes_on_rank_1, "calls", 0) + 1
+    return logits[..., : 3 + changes_on_rank_1.calls % 2 * (dist.get_rank() == 1)]
+
+
 def predict_with(preprocess: Callable | None, max_bytes: int | None = None) -> None:
     trainer = build(Case(RING2), make_documents(LENGTHS), preprocess_logits_for_metrics=preprocess)
     if max_bytes is not None:
@@ -258,6 +264,7 @@ def predict_with(preprocess: Callable | None, max_bytes: int | None = None) -> N
     [
         (shorter, ("ValueError", "returned [1, ", "compute_metrics")),
         (fails_on_rank_1, ("RuntimeError", "1 of 4 ranks", "rank 1: KeyError", "no such label")),
+        (changes_on_rank_1, ("RuntimeError", "1 of 4 ranks", "rank 1: ValueError", "the shapes [[3]] and [[4]]")),
         (other_sizes, ("ValueError", "[24, 32, 40, 48] bytes by rank")),
     ],
 )

@@ -85,5 +85,5 @@ def _masked_scores(q_GRND: torch.Tensor, k_GMD: torch.Tensor, tile: Tile, scale:
 
 
 def _probabilities(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    """exp(scores - lse); a row that sees no key (lse = -inf) has only zeros."""
-    return torch.exp(scores - lse.unsqueeze(-1)).nan_to_num(nan=0.0)
+    """exp(scores - lse); a row that sees no key (lse = -inf) has only zeros. NaN stays NaN."""
+    return torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1))
