@@ -26,7 +26,7 @@ from hf_cp.parallel.collectives import start_hop
 from hf_cp.planning.devices import Device
 from hf_cp.planning.memory import Training
 from hf_cp.planning.model_shape import ModelShape
-from hf_cp.planning.step_time import GIGA, HALF_EFFICIENCY_TOKENS, TERA, Cluster, RowCost
+from hf_cp.planning.step_time import GIGA, TERA, Cluster, RowCost
 from hf_cp.sequence.costs import AttentionShape, attention_flops
 from hf_cp.sequence.tiles import Tile
 
@@ -128,16 +128,18 @@ def measured_device(tokens: int, shape: Namespace) -> Device:
     across = mesh_of(SPLITS["ring 2 across, Ulysses 2 inside, p2p"])
     inside = mesh_of(SPLITS["Ulysses 2 across, ring 2 inside, p2p"])
     inter, intra = link(across), link(inside)
+    rate, half_efficiency_tokens = kernel_rate(tokens, shape)
     return Device(
         name="two hosts",
         memory_gib=1.0,
         peak_tflops=1.0,
         matmul_tflops=1.0,
-        attention_tflops=kernel_rate(tokens // 2, shape) / TERA,
+        attention_tflops=rate / TERA,
         intra_gbs=intra[0] / GIGA,
         inter_gbs=inter[0] / GIGA,
         intra_latency=intra[1],
         inter_latency=inter[1],
+        half_efficiency_tokens=half_efficiency_tokens,
         is_measured=True,
     )
 
@@ -154,13 +156,23 @@ def hop(num_bytes: int, mesh: ContextParallelMesh) -> Callable[[], None]:
     return lambda: start_hop(tensor, mesh, received_rows=num_bytes).wait()
 
 
-def kernel_rate(tokens: int, shape: Namespace) -> float:
-    """Operations per second on a causal document, without the planner's loss on short blocks, which it adds again."""
+def kernel_rate(tokens: int, shape: Namespace) -> tuple[float, float]:
+    """(operations per second on long blocks, tokens of a block that reaches half of it), from two documents.
+
+    On blocks of b tokens the planner's rate is r b / (b + h), so an operation takes 1 / r + (h / r) / b.
+    """
+    (short, slow), (long, fast) = (seconds_per_operation(n, shape) for n in (tokens // 8, tokens // 2))
+    per_block = max(0.0, (slow - fast) / (1 / short - 1 / long))
+    rate = 1 / (fast - per_block / long)
+    return rate, per_block * rate
+
+
+def seconds_per_operation(tokens: int, shape: Namespace) -> tuple[float, float]:
+    """(b, seconds): of the kernel on a causal document, as a block of b x b scores."""
     area = tokens * (tokens + 1) // 2
     calls = kernel_calls([Tile(0, tokens, 0, tokens, None, 0)], tokens, 1, shape)
-    flops = sum(attention_flops(AttentionShape(shape.num_heads, shape.num_kv_heads, shape.head_dim), area))
-    block = area**0.5
-    return flops / usual(calls) * (block + HALF_EFFICIENCY_TOKENS) / block
+    operations = sum(attention_flops(AttentionShape(shape.num_heads, shape.num_kv_heads, shape.head_dim), area))
+    return area**0.5, usual(calls) / operations
 
 
 def usual(run: Callable[[], None]) -> float:

@@ -126,7 +126,7 @@ def test_checkpoint_of_the_trainer(world4, tmp_path, lora):
 
 
 def save_untrained(folder: str) -> None:
-    trainer = make_trainer(make_model(), REF, make_documents([30, 21]), output_dir=folder)
+    trainer = make_trainer(make_model(), ContextParallelConfig(), make_documents([30, 21]), output_dir=folder)
     trainer.save_model()
 
 

@@ -253,7 +253,8 @@ def changes_on_rank_1(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tenso
 
 
 def predict_with(preprocess: Callable | None, max_bytes: int | None = None) -> None:
-    trainer = build(Case(RING2), make_documents(LENGTHS), preprocess_logits_for_metrics=preprocess)
+    config = ContextParallelConfig(ring_degree=2, loss_chunk_tokens=4)  # several calls of a micro-step
+    trainer = build(Case(config), make_documents(LENGTHS), preprocess_logits_for_metrics=preprocess)
     if max_bytes is not None:
         trainer.max_prediction_bytes = max_bytes
     trainer.predict(make_documents(LENGTHS))
