@@ -162,7 +162,8 @@ def kernel_rate(tokens: int, shape: Namespace) -> tuple[float, float]:
     On blocks of b tokens the planner's rate is r b / (b + h), so an operation takes 1 / r + (h / r) / b.
     """
     (short, slow), (long, fast) = (seconds_per_operation(n, shape) for n in (tokens // 8, tokens // 2))
-    per_block = max(0.0, (slow - fast) / (1 / short - 1 / long))
+    per_block = (slow - fast) / (1 / short - 1 / long)
+    per_block = min(max(0.0, per_block), 0.9 * fast * long)  # where a call costs more than its arithmetic
     rate = 1 / (fast - per_block / long)
     return rate, per_block * rate
 
