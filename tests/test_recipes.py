@@ -22,7 +22,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from hf_cp.config import ContextParallelConfig
 from hf_cp.models.rope import set_rope_parameters
 from hf_cp.sequence.packing import PackingManifest
-from hf_cp.tools.cli import _parser as parser
+from hf_cp.tools.cli import command_parser
 from hf_cp.training.zero import ZERO_STAGES, complete_zero_config
 from tests.examples.launch import ROOT, Finished, accelerate_launch, build_deepspeed_extension, load, run
 from tests.examples.tiny_quickstart import write_quickstart
@@ -128,7 +128,7 @@ def test_commands_of_the_readme_are_understood(recipe):
     if recipe.name.startswith("h100"):
         assert {"doctor", "pack", "verify", "plan"} == {words[0] for words in commands}
     for words in commands:
-        parser().parse_args(words)
+        command_parser(words[0]).parse_args(words[1:])
 
 
 def hf_cp_commands(readme: str) -> list[list[str]]:

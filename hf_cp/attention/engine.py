@@ -90,12 +90,14 @@ class ShardAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        state = TileBackward(q, out, lse, grad_out, ctx.call.kernel, ctx.call.scale)
-        grad_kv = torch.zeros((len(k), 2, *k.shape[1:]), dtype=accumulator_dtype(k.dtype), device=k.device)
-        ctx.engine.backward(state, k, v, grad_kv, ctx.call)
-        grad_k, grad_v = grad_kv.to(k.dtype).unbind(1)
+        with torch.autocast(q.device.type, enabled=False):  # loss.backward() may be called under it; see the forward
+            state = TileBackward(q, out, lse, grad_out, ctx.call.kernel, ctx.call.scale)
+            grad_kv = torch.zeros((len(k), 2, *k.shape[1:]), dtype=accumulator_dtype(k.dtype), device=k.device)
+            ctx.engine.backward(state, k, v, grad_kv, ctx.call)
+            grad_k, grad_v = grad_kv.to(k.dtype).unbind(1)
+            grad_q = state.grad_q().to(q.dtype)
         ctx.call.mesh.traffic.note_attention()
-        return state.grad_q().to(q.dtype), grad_k, grad_v, None, None, None
+        return grad_q, grad_k, grad_v, None, None, None
 
 
 def rows_to_send(k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -166,14 +166,15 @@ class DataCollatorForContextParallel:
                 logger.info("Documents of a batch were changed: %s (later batches are not reported).", prepared.counts)
         return self.collate(prepared.documents)[0]
 
-    def prepare(self, features: Iterable[Any]) -> PreparedDocuments:
-        """Reads features by this collator's rules (tokenizer, `max_tokens`, `overflow`)."""
+    def prepare(self, features: Iterable[Any], *, allow_none: bool = False) -> PreparedDocuments:
+        """Reads features by this collator's rules (tokenizer, `max_tokens`, `overflow`); see [`prepare_documents`]."""
         return prepare_documents(
             features,
             max_tokens=self.max_tokens,
             overflow=self.overflow,
             tokenizer=self.tokenizer,
             assistant_only_loss=self.assistant_only_loss,
+            allow_none=allow_none,
         )
 
     def collate(self, documents: Sequence[Document]) -> tuple[dict[str, Any], int]:

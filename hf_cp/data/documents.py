@@ -96,6 +96,7 @@ def prepare_documents(
     overflow: str = "error",
     tokenizer: Any = None,
     assistant_only_loss: bool = True,
+    allow_none: bool = False,
 ) -> PreparedDocuments:
     """Turns features into documents of at most `max_tokens` tokens.
 
@@ -107,10 +108,12 @@ def prepare_documents(
             own (attention does not cross the cut, positions counted from 0 restart, the token before the cut has no
             target); `"drop"` leaves it out.
         tokenizer, assistant_only_loss: see [`to_documents`].
+        allow_none (`bool`, *optional*, defaults to `False`): the features are a part of a data set, of which no
+            document may be left.
 
     Raises:
         ValueError: a feature cannot be read (the message names it), a document is too long with `overflow="error"`, or
-            no document is left.
+            no document is left without `allow_none`.
     """
     documents: list[Document] = []
     sources: list[int] = []
@@ -124,12 +127,17 @@ def prepare_documents(
             counts += changed
             documents += kept
             sources += [index] * len(kept)
-    if not documents:
-        raise ValueError(
-            f"No document is left to train on: {counts.empty:,} empty, {counts.dropped:,} longer than "
-            f"max_tokens={max_tokens}.\n  Pass at least one document with a token in it, or raise max_tokens."
-        )
+    if not documents and not allow_none:
+        raise ValueError(none_left(counts, max_tokens))
     return PreparedDocuments(tuple(documents), tuple(sources), counts)
+
+
+def none_left(counts: DocumentCounts, max_tokens: int | None) -> str:
+    """The message for a data set of which no document is left."""
+    return (
+        f"No document is left to train on: {counts.empty:,} empty, {counts.dropped:,} longer than "
+        f"max_tokens={max_tokens}.\n  Pass at least one document with a token in it, or raise max_tokens."
+    )
 
 
 def _fit(

@@ -23,12 +23,12 @@ import numpy as np
 from torch.utils.data import DataLoader, IterableDataset
 
 from hf_cp.data.collator import DataCollatorForContextParallel
-from hf_cp.data.documents import Document
+from hf_cp.data.documents import Document, PreparedDocuments, none_left
 from hf_cp.data.loader import RowOutcome, agreed_batch, plain_error
 from hf_cp.data.order import check_rows_per_step, even_out
 from hf_cp.data.position import LoaderPosition
 from hf_cp.parallel.mesh import ContextParallelMesh
-from hf_cp.sequence.packing import pack_documents
+from hf_cp.sequence.packing import DocumentCounts, pack_documents
 
 logger = logging.getLogger(__name__)
 
@@ -140,11 +140,14 @@ class StreamRows(IterableDataset):
                 yield [documents[index] for index in row]
 
     def _buffers(self) -> Iterator[Sequence[Document]]:
-        """Documents of one buffer after the other; a last short one ends a pass over the stream."""
+        """Documents of one buffer after the other; a last short one ends a pass over the stream.
+
+        A buffer whose documents are all left out (empty, or dropped) is passed over; a pass must give one document.
+        """
         for epoch in itertools.count():
             if hasattr(self.stream, "set_epoch"):
                 self.stream.set_epoch(epoch)
-            features = iter(self.stream)
+            features, counts, has_given = iter(self.stream), DocumentCounts(), False
             for number in itertools.count():
                 buffer = list(itertools.islice(features, self.settings.buffer_documents))
                 if not buffer and number == 0:
@@ -154,11 +157,18 @@ class StreamRows(IterableDataset):
                     )
                 if not buffer:
                     break
-                yield self._prepare(buffer, first=number * self.settings.buffer_documents, epoch=epoch)
+                prepared = self._prepare(buffer, first=number * self.settings.buffer_documents, epoch=epoch)
+                counts += prepared.counts
+                if prepared.documents:
+                    has_given = True
+                    yield prepared.documents
+            if not has_given:
+                name = type(self.stream).__name__
+                raise ValueError(f"In pass {epoch} of {name}: {none_left(counts, self.settings.max_tokens)}")
 
-    def _prepare(self, buffer: list[Any], *, first: int, epoch: int) -> Sequence[Document]:
+    def _prepare(self, buffer: list[Any], *, first: int, epoch: int) -> PreparedDocuments:
         try:
-            return self.collator.prepare(buffer).documents
+            return self.collator.prepare(buffer, allow_none=True)
         except ValueError as error:
             place = f"In the {len(buffer)} features of the stream from number {first:,} on (pass {epoch}): "
             raise ValueError(place + str(error)) from error
@@ -168,10 +178,13 @@ def _digest(rows: Sequence[Sequence[Document]]) -> int:
     """A signed 64-bit hash of the rows of all dp ranks."""
     digest = hashlib.blake2b(digest_size=8)
     for document in itertools.chain.from_iterable(rows):
-        digest.update(len(document).to_bytes(8, "big"))
+        has_labels, has_positions = document.labels is not document.input_ids, document.position_ids is not None
+        digest.update(len(document).to_bytes(8, "big") + bytes([has_labels, has_positions]))
         digest.update(document.input_ids)
-        if document.labels is not document.input_ids:
+        if has_labels:
             digest.update(document.labels)
+        if has_positions:
+            digest.update(document.position_ids)
     return int.from_bytes(digest.digest(), "big", signed=True)
 
 

@@ -24,8 +24,9 @@ def check_batch(
 ) -> None:
     """Raises if this rank's batch does not fit its layout; tells the group, and raises if the ranks' rows differ.
 
-    A row from the packed loader has been compared before and a batch without a layout comes from somewhere else: then
-    nothing is exchanged.
+    A row from the packed loader has been compared before, and a batch with neither layout nor labels comes from
+    somewhere else (maybe on this rank alone): then nothing is exchanged. One with labels is a training step, which the
+    group takes together: peers that have their layouts compare them now, and are told.
 
     Args:
         tokens (`torch.Tensor`): [1, n] ids or [1, n, hidden_size] embeddings.
@@ -38,14 +39,14 @@ def check_batch(
         RuntimeError: another rank's batch is at fault.
     """
     fault = _local_fault(tokens, attention_mask, labels, shift_labels, layout, mesh)
-    if layout is None or layout.is_agreed:  # nobody waits for this rank here
+    is_alone = layout is None and labels is None and shift_labels is None
+    if is_alone or (layout is not None and layout.is_agreed):  # nobody waits for this rank here
         if fault is not None:
             raise ValueError(fault)
         return
     if fault is not None:
         logger.error("cp_rank %d of %d: %s", mesh.cp_rank, mesh.cp_size, fault)  # in case that a peer never comes
-    digest = int(layout.digest[:15], 16) if layout.row_digest is None else layout.row_digest
-    peers = gather_ints_over_cp([fault is not None, digest], mesh)
+    peers = gather_ints_over_cp([fault is not None, 0 if layout is None else _digest(layout)], mesh)
     if fault is not None:
         raise ValueError(fault)
     bad = [cp_rank for cp_rank, (failed, _) in enumerate(peers) if failed]
@@ -61,6 +62,11 @@ def check_batch(
             "  Every rank of a group must shard the same documents: use this package's loader, or one sampler seed "
             "for the group."
         )
+
+
+def _digest(layout: SequenceLayout) -> int:
+    """Of the whole row; of a batch that was made by hand only the layout's."""
+    return int(layout.digest[:15], 16) if layout.row_digest is None else layout.row_digest
 
 
 def _local_fault(

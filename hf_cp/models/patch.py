@@ -165,13 +165,13 @@ def context_parallel_disabled(model: nn.Module) -> Iterator[nn.Module]:
         yield model
         return
     base = base_causal_lm(model)
-    state.active = False
-    base.set_attn_implementation(state.attn_implementation)
     try:
+        state.active = False
+        base.set_attn_implementation(state.attn_implementation)
         yield model
     finally:
-        base.set_attn_implementation(ATTENTION_NAME)
         state.active = True
+        base.set_attn_implementation(ATTENTION_NAME)
 
 
 def local_token_losses(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
@@ -252,6 +252,8 @@ def _forward(
     **kwargs: Any,
 ) -> CausalLMOutputWithPast:
     """The model on this rank's shard, loss in chunks; logits of the shard if there are no labels."""
+    if labels is not None:
+        _refuse_tuples(model, kwargs.get("return_dict"))
     state.mesh.traffic.note_forward()
     tokens = kwargs.get("inputs_embeds") if input_ids is None else input_ids
     check_batch(tokens, attention_mask, labels, shift_labels, layout, state.mesh)
@@ -290,6 +292,18 @@ def _forward(
         aux_loss, is_sum = balance.value, num_items_in_batch is not None
         loss = add_balance_loss(loss, balance, coefficient=model.router_aux_loss_coef, mesh=state.mesh, summed=is_sum)
     return ShardedLossOutput(loss=loss, hidden_states=outputs.hidden_states, token_losses=losses, aux_loss=aux_loss)
+
+
+def _refuse_tuples(model: PreTrainedModel, return_dict: bool | None) -> None:
+    """With labels there are no logits, so the places in transformers' tuple would hold something else."""
+    if return_dict is None:
+        return_dict = model.config.return_dict
+    if not return_dict:
+        raise ValueError(
+            f"{type(model).__name__} was called with labels and return_dict=False (as an argument or in its config), "
+            "but a context-parallel model has no tuple of loss and logits: it makes no logits.\n"
+            "  Leave return_dict out, set model.config.return_dict = True, and read outputs.loss."
+        )
 
 
 @torch.compiler.disable

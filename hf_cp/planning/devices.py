@@ -96,7 +96,7 @@ def find_device(which: str | Device, *, measured: str | Path | None = None) -> D
     if device is None:
         device = _from_file(Path(which))
     if measured is not None:
-        section = json.loads(Path(measured).read_text()).get("device")
+        section = _read_object(Path(measured), "the bench.json of `hf-cp bench`").get("device")
         if not isinstance(section, dict):
             raise ValueError(f"{measured} has no 'device' section. Give a bench.json that `hf-cp bench` has written.")
         device = _replace(device, section, source=str(measured))
@@ -110,16 +110,26 @@ def _from_file(path: Path) -> Device:
             "  Choose one of them, or give a JSON file with memory_gib, peak_tflops, matmul_tflops, attention_tflops, "
             "intra_gbs and inter_gbs."
         )
-    values = json.loads(path.read_text())
+    values = _read_object(path, f"a device: {', '.join(_fields())}, or a base and what differs from it")
     base = values.pop("base", None)
     if base is not None:
-        return _replace(find_device(base), values, source=str(path))
+        return _replace(find_device(str(base)), values, source=str(path))
     try:
         return Device(**{"name": path.stem, **values})
     except TypeError as error:
         raise ValueError(
             f"{path} does not describe a device: {error}. The fields are {', '.join(_fields())}."
         ) from None
+
+
+def _read_object(path: Path, expected: str) -> dict:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # of decoding, too
+        raise ValueError(f"{path} is not JSON: {error}.\n  Give a JSON object with {expected}.") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} holds a {type(values).__name__}.\n  Give a JSON object with {expected}.")
+    return values
 
 
 def _replace(device: Device, values: dict, *, source: str) -> Device:

@@ -30,7 +30,7 @@ class Training:
         zero_stage (`int`): 0 to 3; FSDP2 counts as 3.
         lora_r (`int`): rank of adapters on all linear layers; 0 trains all weights.
         checkpointing (`str`): "none", "full" (a layer's input is kept), "keep_attention" (and attention's output), or
-            "offload" (layer inputs go to the host).
+            "offload" (what is kept goes to the host).
         itemsize (`int`): bytes of weights and activations.
         loss_chunk_tokens (`int`): tokens whose logits exist at the same time.
         mlp_chunk_tokens (`int`, *optional*): tokens of a feed-forward chunk.
@@ -39,7 +39,7 @@ class Training:
 
     zero_stage: int = 3
     lora_r: int = 0
-    checkpointing: str = "full"
+    checkpointing: str = "keep_attention"
     itemsize: int = 2
     loss_chunk_tokens: int = 1024
     mlp_chunk_tokens: int | None = None

@@ -25,6 +25,7 @@ from hf_cp.sequence.packing import pack_documents
 from hf_cp.sequence.plan import AttentionPlan
 
 TIE = 0.05  # relative difference of estimates that is no difference
+MEMORY_SHARE = 0.9  # of the memory that a plan may use: estimates err, allocators fragment
 SAMPLED_ROWS = 5  # packed rows that are priced, from the lightest to the heaviest
 TOKENS_STEP = 1024  # of the longest row that fits
 LONG_ENOUGH = 2**14  # local tokens from where on no part of the memory depends on chunk sizes
@@ -189,7 +190,7 @@ def _price(
         memory,
         step,
         tokens * dp_size / step.seconds / cluster.num_gpus,
-        memory.total <= cluster.device.memory_gib * GIB,
+        memory.total <= MEMORY_SHARE * cluster.device.memory_gib * GIB,
         config.ulysses_degree <= cluster.gpus_per_node and cluster.gpus_per_node % config.ulysses_degree == 0,
     )
 
@@ -228,7 +229,7 @@ def _longest_row(config: ContextParallelConfig, model: ModelShape, training: Tra
     """
     local = max(LONG_ENOUGH, training.mlp_chunk_tokens or 0, training.loss_chunk_tokens)
     one, two = (_memory(n, (n * config.cp_size,), config, model, training, cluster).total for n in (local, 2 * local))
-    room = cluster.device.memory_gib * GIB - (2 * one - two)  # what is left at no tokens
+    room = MEMORY_SHARE * cluster.device.memory_gib * GIB - (2 * one - two)  # what is left at no tokens
     return max(0, int(room / (two - one) * local) * config.cp_size // TOKENS_STEP * TOKENS_STEP)
 
 

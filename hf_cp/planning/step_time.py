@@ -9,7 +9,7 @@ Dimensions: n = local tokens, T = n * u = tokens of a ring shard, u = ulysses_de
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from math import sqrt
 
@@ -37,27 +37,35 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Seconds:
-    """A pass over all attention layers: arithmetic, and communication that nothing hides."""
+class Pass:
+    """Attention in one pass on the busiest rank: seconds of arithmetic, of communication that nothing hides; bytes."""
 
     compute: float = 0.0
     exposed: float = 0.0
+    ring_bytes: float = 0.0
+    ulysses_bytes: float = 0.0
 
-    def __add__(self, other: Seconds) -> Seconds:
-        return Seconds(self.compute + other.compute, self.exposed + other.exposed)
+    def __add__(self, other: Pass) -> Pass:
+        return Pass(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Pass)))
 
-    def __mul__(self, factor: float) -> Seconds:
-        return Seconds(self.compute * factor, self.exposed * factor)
+    def __mul__(self, factor: float) -> Pass:
+        return Pass(*(getattr(self, f.name) * factor for f in fields(Pass)))
 
 
 @dataclass(frozen=True)
 class AttentionCost:
-    """One attention layer on the busiest rank: bytes and seconds, of both passes."""
+    """Attention of one or more layers."""
 
-    forward: Seconds
-    backward: Seconds
-    ring_bytes: float
-    ulysses_bytes: float
+    forward: Pass
+    backward: Pass
+
+    @property
+    def ring_bytes(self) -> float:
+        return self.forward.ring_bytes + self.backward.ring_bytes
+
+    @property
+    def ulysses_bytes(self) -> float:
+        return self.forward.ulysses_bytes + self.backward.ulysses_bytes
 
 
 @dataclass(frozen=True)
@@ -114,18 +122,16 @@ class RowCost:
         link = self.cluster.link(config.ulysses_degree)
         # two all-to-alls a pass; with groups of heads only the first group waits
         trade = link.seconds(traded, 2 * (config.ulysses_degree - 1)) / config.head_chunks
-        return AttentionCost(
-            ring.forward + Seconds(exposed=trade), ring.backward + Seconds(exposed=trade), ring.ring_bytes, 2 * traded
-        )
+        ulysses = Pass(exposed=trade, ulysses_bytes=traded)
+        return AttentionCost(ring.forward + ulysses, ring.backward + ulysses)
 
     def layers(self) -> AttentionCost:
         """All layers together."""
-        forward, backward, ring_bytes, traded = Seconds(), Seconds(), 0.0, 0.0
+        forward, backward = Pass(), Pass()
         for window, count in self.model.windows:
             cost = self.attention(window)
             forward, backward = forward + cost.forward * count, backward + cost.backward * count
-            ring_bytes, traded = ring_bytes + cost.ring_bytes * count, traded + cost.ulysses_bytes * count
-        return AttentionCost(forward, backward, ring_bytes, traded)
+        return AttentionCost(forward, backward)
 
     def dense_seconds(self) -> tuple[float, float]:
         """(forward, backward) of linear layers and output head: 2 operations per weight and token in the forward pass.
@@ -145,10 +151,8 @@ class RowCost:
         """One micro-step of one row."""
         attention, (dense_forward, dense_backward) = self.layers(), self.dense_seconds()
         backward = attention.backward
-        traffic = 1.0
         if self.training.checkpointing in ("full", "offload"):  # attention is computed again, with its communication
             backward = backward + attention.forward
-            traffic = 1.5
         gather, reduce = self._zero_seconds()
         forward_compute = attention.forward.compute + dense_forward
         backward_compute = backward.compute + dense_backward
@@ -156,8 +160,8 @@ class RowCost:
         return StepTime(
             compute=forward_compute + backward_compute,
             exposed=attention.forward.exposed + backward.exposed + hidden,
-            ring_bytes=attention.ring_bytes * traffic,
-            ulysses_bytes=attention.ulysses_bytes * traffic,
+            ring_bytes=attention.forward.ring_bytes + backward.ring_bytes,
+            ulysses_bytes=attention.forward.ulysses_bytes + backward.ulysses_bytes,
         )
 
     def _zero_seconds(self) -> tuple[float, float]:
@@ -194,7 +198,7 @@ def _ring(row: RowCost, plan: AttentionPlan) -> AttentionCost:
     forward = [attention_flops(row.shape, area)[0] / row.config.ulysses_degree / rate for area in per_step]
     backward = [BACKWARD_FLOPS * seconds for seconds in forward]
     if size == 1 or not plan.needs_traffic:
-        return AttentionCost(Seconds(sum(forward)), Seconds(sum(backward)), 0.0, 0.0)
+        return AttentionCost(Pass(sum(forward)), Pass(sum(backward)))
     kv_bytes, both = ring_bytes(row.shape, plan, rank, comm)
     grad_bytes = both - kv_bytes
     link = row.cluster.link(row.config.cp_size)
@@ -202,7 +206,7 @@ def _ring(row: RowCost, plan: AttentionPlan) -> AttentionCost:
         exposed = _relay(forward, backward, kv_bytes / (size - 1), grad_bytes / (size - 1), link)
     else:
         exposed = _at_once(forward, backward, kv_bytes, grad_bytes, link, size - 1)
-    return AttentionCost(Seconds(sum(forward), exposed[0]), Seconds(sum(backward), exposed[1]), kv_bytes + both, 0.0)
+    return AttentionCost(Pass(sum(forward), exposed[0], kv_bytes), Pass(sum(backward), exposed[1], both))
 
 
 def _relay(

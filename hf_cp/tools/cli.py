@@ -11,6 +11,7 @@ import ast
 import importlib
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 import hf_cp
 
@@ -35,10 +36,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in COMMANDS:
         commands.add_parser(name, help=_summary(name), add_help=False)
     args, options = parser.parse_known_args(argv)
-    command = argparse.ArgumentParser(prog=f"hf-cp {args.command}", description=_summary(args.command))
-    module = importlib.import_module(f"hf_cp.tools.{COMMANDS[args.command]}")
-    module.add_arguments(command)
-    return module.run(command.parse_args(options))
+    command = command_parser(args.command)
+    return _module(args.command).run(command.parse_args(options))
+
+
+def command_parser(name: str) -> argparse.ArgumentParser:
+    """What one command takes."""
+    parser = argparse.ArgumentParser(prog=f"hf-cp {name}", description=_summary(name))
+    _module(name).add_arguments(parser)
+    return parser
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"hf_cp.tools.{COMMANDS[name]}")
 
 
 def _summary(name: str) -> str:

@@ -196,11 +196,18 @@ def check_time_limit(subject: Subject) -> Finding:
 
 
 def check_keys(subject: Subject) -> Finding:
-    """Keys that look like a misspelt argument. Scripts may have arguments of their own."""
+    """Keys that the shipped script refuses. Beside a `--config` alone may stand another script, with its own keys."""
     from transformers import TrainingArguments
 
     known = {field.name for field in dataclasses.fields(TrainingArguments)} | set(CP_FIELDS)
-    near = {key: difflib.get_close_matches(key, known, 1, 0.85) for key in subject.train if key not in known | _SCRIPT}
+    unknown = [key for key in subject.train if key not in known | SCRIPT_KEYS]
+    near = {key: difflib.get_close_matches(key, known | SCRIPT_KEYS, 1, 0.85) for key in unknown}
+    if unknown and subject.args.config is None:
+        hints = [f"{key}: {found[0]}?" for key, found in near.items() if found]
+        return fail(
+            f"unknown in train.yaml: {', '.join(unknown)}",
+            f"Correct or remove: examples/finetune.py refuses other keys. {' '.join(hints)}".rstrip(),
+        )
     wrong = {key: found[0] for key, found in near.items() if found}
     if wrong:
         return warn(
@@ -209,7 +216,12 @@ def check_keys(subject: Subject) -> Finding:
     return ok(f"keys of train.yaml: {len(subject.train)}, none looks misspelt")
 
 
-_SCRIPT = {"eval_every", "eval_dataset", "cp_size"}  # of the shipped script; close to others by chance
+# The arguments that examples/finetune.py adds to those of ContextParallelConfig and TrainingArguments.
+SCRIPT_KEYS = frozenset(
+    "model_name_or_path dataset eval_dataset model_dtype rope_parameters max_tokens overflow cp_size "
+    "expected_processes expected_zero_stage lora_r lora_alpha lora_dropout proof_tokens eval_every "
+    "required_drop_stderr".split()
+)
 
 
 def check_arguments(subject: Subject) -> Finding:

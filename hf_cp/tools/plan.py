@@ -14,7 +14,7 @@ import numpy as np
 
 from hf_cp.planning.devices import GIB
 from hf_cp.planning.memory import CHECKPOINTING, Training
-from hf_cp.planning.search import TIE, Candidate, Plan, plan_context_parallel
+from hf_cp.planning.search import MEMORY_SHARE, TIE, Candidate, Plan, plan_context_parallel
 from hf_cp.tools.output import OK, PROBLEM, Table, Verdict, print_json, print_usage_error
 
 __all__ = ["add_arguments", "plan_context_parallel", "run"]
@@ -43,7 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cp", type=int, default=None, help="only groups of this size")
     parser.add_argument("--zero", type=int, default=3, choices=(0, 1, 2, 3), help="ZeRO stage; 3 for FSDP2")
     parser.add_argument("--lora", type=int, default=0, metavar="R", help="LoRA rank; 0 trains all weights")
-    parser.add_argument("--checkpointing", default="full", choices=CHECKPOINTING, help="default: full")
+    parser.add_argument(
+        "--checkpointing", default="keep_attention", choices=CHECKPOINTING, help="default: keep_attention"
+    )
     parser.add_argument("--loss-chunk-tokens", type=int, default=1024)
     parser.add_argument("--mlp-chunk-tokens", type=int, default=None)
     parser.add_argument("--optimizer-offload", action="store_true", help="optimizer states on the host")
@@ -175,7 +177,12 @@ def memory_table(plan: Plan, candidate: Candidate) -> Table:
     device, memory = plan.cluster.device, candidate.memory
     local = -(-plan.seq_len // candidate.config.cp_size)
     rows = [(text, f"{getattr(memory, name) / GIB:.1f}") for name, text in MEMORY_ROWS]
-    rows.append(("total", f"{memory.total / GIB:.1f} of {device.memory_gib:.1f}"))
+    rows.append(
+        (
+            f"total ({MEMORY_SHARE:.0%} of {device.memory_gib:.1f} may be used)",
+            f"{memory.total / GIB:.1f} of {device.memory_gib * MEMORY_SHARE:.1f}",
+        )
+    )
     rows.append(("longest row that fits (best split)", f"{plan.longest_row:,} tokens"))
     return Table(f"{headline(plan)}\n\nMemory of a GPU, {split(candidate)}, {local:,} local tokens", ("", "GiB"), rows)
 
@@ -269,7 +276,8 @@ def judge(plan: Plan) -> Verdict:
         return Verdict(
             PROBLEM,
             f"nothing fits: the smallest need is {smallest.memory.total / GIB:.1f} GiB ({split(smallest)}), "
-            f"{plan.cluster.device.name} has {plan.cluster.device.memory_gib:.1f}. Use more GPUs, {shorter}"
+            f"{MEMORY_SHARE:.0%} of a GPU's memory are {MEMORY_SHARE * plan.cluster.device.memory_gib:.1f}. "
+            f"Use more GPUs, {shorter}"
             "checkpointing, --mlp-chunk-tokens, LoRA, or a higher ZeRO stage.",
         )
     equals = len(plan.ties()) - 1

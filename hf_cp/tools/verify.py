@@ -19,11 +19,12 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from hf_cp.models.patch import context_parallel_state
+from hf_cp.parallel.reduce import gather_over_world
 from hf_cp.tools.verify_diagnosis import diagnose
 from hf_cp.tools.verify_errors import Worst
 from hf_cp.tools.verify_evidence import evidence
 from hf_cp.tools.verify_measure import EXACT, Measured, Settings
-from hf_cp.tools.verify_report import Check, VerifyReport, gather_over_world, worst_of_all_processes
+from hf_cp.tools.verify_report import Check, VerifyReport, worst_of_all_processes
 from hf_cp.tools.verify_runs import LOW_PRECISION, Row, prepared
 
 __all__ = ["VerifyReport", "verify_context_parallel"]
@@ -70,7 +71,7 @@ def verify_context_parallel(
     with prepared(model, row.parameters, seed):
         measured = Measured.of(row, settings, progress or (lambda text: None))
         report = build_report(row, measured, settings)
-        failed = sum(not everywhere[0] for everywhere in gather_over_world([float(report.passed)], row.mesh))
+        failed = sum(not everywhere[0] for everywhere in gather_over_world([float(report.passed)], mesh=row.mesh))
         if failed:  # on any process: all take part in what follows
             cause, diagnosis = diagnose(evidence(row, measured))
             if not report.passed:

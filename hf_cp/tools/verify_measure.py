@@ -16,9 +16,10 @@ import torch
 
 from hf_cp.parallel.collectives import sum_over_cp
 from hf_cp.parallel.mesh import ContextParallelMesh
+from hf_cp.parallel.reduce import gather_over_world
 from hf_cp.tools.verify_errors import Allowed, Errors, Worst, logits_errors, token_losses_of
 from hf_cp.tools.verify_probes import Leak, probe_leaks
-from hf_cp.tools.verify_report import apart, gather_over_world
+from hf_cp.tools.verify_report import apart
 from hf_cp.tools.verify_runs import LOW_PRECISION, Row, Run, count_targets, in_fp32, run_sgd
 
 EXACT = 1e-10  # fp64, where transformers' fp32 loss has no part
@@ -143,16 +144,24 @@ def check_equal_start(row: Row, loss: float, tolerance: float) -> None:
     All processes look at the losses of all, so that all raise or none.
 
     Raises:
-        RuntimeError: with the parameter that differs most.
+        RuntimeError: with the parameter that differs most; or the loss is not finite in any process of a group, so
+            there is nothing to compare with.
     """
     mesh = row.mesh
-    losses = [values[0] for values in gather_over_world([loss], mesh)]
+    losses = [values[0] for values in gather_over_world([loss], mesh=mesh)]
     groups = mesh.ranks.reshape(mesh.dp_size, -1).tolist()
+    for members in groups:
+        if not any(math.isfinite(losses[rank]) for rank in members):
+            raise RuntimeError(
+                f"The untouched model in one process has the loss {losses[members[0]]} on this row, in each of ranks "
+                f"{members}: there is nothing to compare with.\n"
+                "  Look for weights that are not finite, for a row without targets, and for a dtype that overflows."
+            )
     spreads = [apart([losses[rank] for rank in members]) for members in groups]
     if all(spread <= tolerance * abs(losses[members[0]]) for spread, members in zip(spreads, groups, strict=True)):
         return
     tensors = dict(row.model.named_parameters())
-    sums = gather_over_world([float(t.detach().double().sum()) for t in tensors.values()], mesh)
+    sums = gather_over_world([float(t.detach().double().sum()) for t in tensors.values()], mesh=mesh)
     for members, spread in zip(groups, spreads, strict=True):
         if not spread <= tolerance * abs(losses[members[0]]):
             by_name = [apart([sums[rank][i] for rank in members]) for i in range(len(tensors))]
@@ -196,7 +205,7 @@ def _ranks_apart(run: Run, mesh: ContextParallelMesh) -> tuple[str, float]:
     """The parameter whose total update differs most between the processes of a group, relative to its size."""
     sums = [float(update.double().sum()) for update in run.updates.values()]
     sizes = [float(update.double().abs().sum()) for update in run.updates.values()]
-    everywhere = gather_over_world(sums, mesh)
+    everywhere = gather_over_world(sums, mesh=mesh)
     members = mesh.ranks.reshape(mesh.dp_size, -1)[mesh.dp_rank].tolist()
     spreads = [apart([everywhere[rank][i] for rank in members]) for i in range(len(sums))]
     relative_spreads = [spread / size if size else spread for spread, size in zip(spreads, sizes, strict=True)]

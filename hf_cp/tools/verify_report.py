@@ -12,11 +12,9 @@ import sys
 from dataclasses import dataclass
 
 from hf_cp.parallel.mesh import ContextParallelMesh
-from hf_cp.parallel.reduce import sum_over_world
+from hf_cp.parallel.reduce import gather_over_world, sum_over_world
 from hf_cp.tools.output import OK, PROBLEM, Table, Verdict, to_json
 from hf_cp.tools.verify_errors import excess
-
-__all__ = ["Check", "VerifyReport", "gather_over_world", "worst_of_all_processes"]
 
 
 @dataclass(frozen=True)
@@ -128,19 +126,12 @@ def worst_of_all_processes(report: VerifyReport, mesh: ContextParallelMesh) -> V
     """The report of the process that is farthest off, on every process. All must call it."""
     failed = sum(not check.ok for check in report.checks)
     worst = max(excess(check.difference, check.allowed) for check in report.checks)
-    by_rank = gather_over_world([failed, min(worst, sys.float_info.max)], mesh)
+    by_rank = gather_over_world([failed, min(worst, sys.float_info.max)], mesh=mesh)
     source = max(range(len(by_rank)), key=by_rank.__getitem__)
     content = list(pickle.dumps(report)) if mesh.rank == source else []
     (size,) = sum_over_world([len(content)], mesh=mesh)
     # all others add zeros, so the sum is the content
     return pickle.loads(bytes(sum_over_world(content or [0] * size, mesh=mesh)))
-
-
-def gather_over_world(values: list[float], mesh: ContextParallelMesh) -> list[list[float]]:
-    """`values` of every process, by rank. Each fills in its own row of zeros, so the sum is exact."""
-    rows = [values if rank == mesh.rank else [0.0] * len(values) for rank in range(mesh.world_size)]
-    total = sum_over_world([float(value) for row in rows for value in row], mesh=mesh)
-    return [total[i : i + len(values)] for i in range(0, len(total), len(values))]
 
 
 def apart(errors: list[float]) -> float:

@@ -197,8 +197,8 @@ class _CollatorForLanguageModeling(DataCollatorForContextParallel):
         super().__init__(*args, **kwargs)
         self._masked_token = masked_token
 
-    def prepare(self, features: Iterable[Any]) -> PreparedDocuments:
-        return super().prepare(map(self._with_labels, features))
+    def prepare(self, features: Iterable[Any], *, allow_none: bool = False) -> PreparedDocuments:
+        return super().prepare(map(self._with_labels, features), allow_none=allow_none)
 
     def _with_labels(self, feature: Any) -> dict[str, Any]:
         feature = dict(feature) if hasattr(feature, "keys") else {"input_ids": feature}

@@ -3,7 +3,7 @@
 The meter follows the training loop: `start` before the step's batches are taken, `fetched` when they are there,
 `take_row` before and `finish_row` after every micro-step, `stop` after the update. Between `stop` and the next `start`
 (evaluation, saving) nothing is noted. Nothing is sent, and the device is not waited for until the records are asked
-for.
+for: a step's marks are turned into its record, and freed, at the start of a later step that finds them passed.
 
 Invariant: what a record holds comes from the row's layout and plan, from the counter of sent bytes, and from the
 clock's marks; never from the shapes of local tensors.
@@ -11,7 +11,7 @@ clock's marks; never from the shapes of local tensors.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -125,10 +125,17 @@ class _OpenStep:
     slots: int = 0
     area: float = 0.0
     peak_memory_bytes: int = 0
-    targets: list[torch.Tensor] = field(default_factory=list)  # scalars, maybe on the device
+    targets: list[torch.Tensor] = field(default_factory=list)  # scalars, maybe on the device; on the host once ended
     rows: list[_Row] = field(default_factory=list)
 
+    @property
+    def is_passed(self) -> bool:
+        """Whether the device has come to the end of the step."""
+        return isinstance(self.ended, float) or self.ended.query()
+
     def record(self) -> StepRecord:
+        """Waits for the device."""
+        seconds = seconds_between(self.began, self.ended)  # first: `targets` are on the host from then on
         waits = self.clock.waits
         waited, in_flight = Counter(), Counter()
         for wait in waits:
@@ -137,7 +144,7 @@ class _OpenStep:
         fetch_waits = sum(wait.waited for wait in waits[: self.fetched.num_waits])
         return StepRecord(
             step=self.step,
-            seconds=seconds_between(self.began, self.ended),
+            seconds=seconds,
             data_seconds=max(0.0, seconds_between(self.began_on_host, self.fetched_on_host) - fetch_waits),
             work_seconds=max(0.0, sum(row.work_seconds(waits) for row in self.rows)),
             ring_wait_seconds=float(waited["ring"]),
@@ -167,10 +174,13 @@ class StepMeter:
     def __init__(self, mesh: ContextParallelMesh, windows: Mapping[int | None, int]):
         self.mesh, self.windows = mesh, dict(windows)
         self._open: _OpenStep | None = None
-        self._stopped: list[_OpenStep] = []
+        self._stopped: deque[_OpenStep] = deque()
+        self._records: list[StepRecord] = []  # of steps before those
 
     def start(self) -> None:
         """A step begins; one that was begun before and not stopped is forgotten."""
+        while self._stopped and self._stopped[0].is_passed:  # else every wait of the run would be held
+            self._records.append(self._stopped.popleft().record())
         clock = self.mesh.traffic.clock = Clock(self.mesh.device_type)
         traffic = self.mesh.traffic
         self._open = _OpenStep(
@@ -214,6 +224,8 @@ class StepMeter:
         if self._open is None:
             return
         done, traffic = self._open, self.mesh.traffic
+        # copied before the mark: reading it after the mark has passed waits for nothing
+        done.targets = [count.to("cpu", non_blocking=True) for count in done.targets]
         done.step, done.ended = step, done.clock.mark()
         done.ring_bytes = traffic.ring_bytes - done.ring_bytes
         done.ulysses_bytes = traffic.ulysses_bytes - done.ulysses_bytes
@@ -227,8 +239,10 @@ class StepMeter:
 
     def take_records(self) -> list[StepRecord]:
         """Of the steps since the last call; waits for the device."""
-        stopped, self._stopped = self._stopped, []
-        return [step.record() for step in stopped]
+        records = self._records + [step.record() for step in self._stopped]
+        self._records = []
+        self._stopped.clear()
+        return records
 
     def _area(self, layout: SequenceLayout) -> float:
         """Of all layers, this rank's share of the heads."""

@@ -18,7 +18,13 @@ from typing import Any
 from accelerate.logging import get_logger
 from transformers import Trainer
 
-from hf_cp.models.patch import apply_context_parallel, context_parallel_state, remove_context_parallel
+from hf_cp.models.checks import check_model
+from hf_cp.models.patch import (
+    apply_context_parallel,
+    base_causal_lm,
+    context_parallel_state,
+    remove_context_parallel,
+)
 
 logger = get_logger(__name__)
 
@@ -73,14 +79,16 @@ def complete_sft(trainer: Trainer, *, max_tokens: int | None) -> None:
         ValueError: the adapters cannot be split along the sequence, or a load-balancing loss is on.
     """
     state, args = context_parallel_state(trainer.model), trainer.args
-    if state is not None:  # anew, so that the patch is outermost and sees every call; it checks the adapters, too
-        apply_context_parallel(remove_context_parallel(trainer.model), state.mesh)
+    if state is not None:  # before anything is undone: a model that is refused stays patched
+        check_model(trainer.model, base_causal_lm(trainer.model), state.config)
     if trainer.aux_loss_enabled:
         raise ValueError(
             f"SFTTrainer adds a load-balancing loss (coefficient {trainer.router_aux_loss_coef}), which it takes from "
             "the local tokens alone.\n"
             "  Set router_aux_loss_coef=0.0 in SFTConfig, or use ContextParallelTrainer: its loss is that of the row."
         )
+    if state is not None:  # anew, so that the patch is outermost and sees every call
+        apply_context_parallel(remove_context_parallel(trainer.model), state.mesh)
     is_cut = args.max_length is not None and not (args.dataset_kwargs or {}).get("skip_prepare_dataset")
     if is_cut and max_tokens is not None and args.max_length < max_tokens:
         logger.warning(

@@ -111,7 +111,7 @@ def test_logits_are_those_of_a_chunk():
 
 def test_what_the_switches_save():
     model = ModelShape.from_config(config_of(SIZES[2]))
-    base = Training(lora_r=8)
+    base = Training(lora_r=8, checkpointing="full")
 
     def total(**changes) -> float:
         return run_memory(model, dataclasses.replace(base, **changes), world_size=8, local_tokens=100_000).total
