@@ -91,6 +91,7 @@ def main() -> None:
         print(f"merged model: {options.output_dir / 'merged'}, logits differ from the adapter's by {difference:.1e}")
         if difference > 1e-4:
             raise SystemExit("The merged model is not the adapted one.")
+    trainer.accelerator.wait_for_everyone()  # else the group ends while rank 0 still works
     trainer.accelerator.end_training()
 
 

@@ -45,8 +45,8 @@ def place_documents(doc_lengths: np.ndarray, ring_degree: int) -> np.ndarray:
         doc_lengths (`np.ndarray`): int64 [num_docs].
         ring_degree (`int`): number of ranks.
 
-    >>> place_documents(np.array([100, 3, 4, 3]), 2).tolist()
-    [-1, 0, -1, 1]
+    >>> place_documents(np.array([100, 4, 4, 4, 4]), 2).tolist()
+    [-1, 0, 1, 0, 1]
     """
     doc_areas = attention_area(doc_lengths.astype(np.float64))
     documents = Loads(doc_lengths * ring_degree / doc_lengths.sum(), doc_areas * ring_degree / doc_areas.sum())

@@ -1,4 +1,4 @@
-"""The two training examples run as their first lines say, and every way of launching prints the same losses."""
+"""The two training examples run as their first lines say, and two processes print the losses of one."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def test_accelerate_loop():
     pattern = r"step \d+: loss (\d+\.\d+) over"
     expected = numbers(alone("accelerate_loop.py", "--ring_degree", "1"), pattern)
     assert len(expected) > 2 and expected[-1] < expected[0]
-    for name, finished in (("MULTI_CPU", torchrun("accelerate_loop.py")), ("DEEPSPEED", zero2("accelerate_loop.py"))):
-        assert numbers(finished, pattern) == pytest.approx(expected, abs=3e-5)
-        assert f"{name}, ContextParallelMesh(dp=1 x ring=2 x ulysses=1" in finished.output
+    finished = zero2("accelerate_loop.py")
+    assert numbers(finished, pattern) == pytest.approx(expected, abs=3e-5)
+    assert "DEEPSPEED, ContextParallelMesh(dp=1 x ring=2 x ulysses=1" in finished.output
 
 
 def test_trainer(tmp_path: Path):
@@ -43,12 +43,9 @@ def test_trainer(tmp_path: Path):
     last = r"evaluation loss \d+\.\d+ -> (\d+\.\d+)"
     options = ["--max_steps", "3", "--output_dir", str(tmp_path)]
     one = alone("trainer.py", "--ring_degree", "1", *options)
-    for name, finished in (
-        ("MULTI_CPU", torchrun("trainer.py", *options)),
-        ("DEEPSPEED", zero2("trainer.py", *options)),
-    ):
-        assert numbers(finished, pattern) == pytest.approx(numbers(one, pattern), abs=2e-4)
-        assert numbers(finished, last) == pytest.approx(numbers(one, last), abs=2e-3)
-        assert numbers(finished, last) < numbers(finished, pattern)
-        assert f"{name}, ContextParallelMesh(dp=1 x ring=2 x ulysses=1" in finished.output
+    finished = torchrun("trainer.py", *options)
+    assert numbers(finished, pattern) == pytest.approx(numbers(one, pattern), abs=2e-4)
+    assert numbers(finished, last) == pytest.approx(numbers(one, last), abs=2e-3)
+    assert numbers(finished, last) < numbers(finished, pattern)
+    assert "MULTI_CPU, ContextParallelMesh(dp=1 x ring=2 x ulysses=1" in finished.output
     assert (tmp_path / "model.safetensors").exists()
