@@ -303,7 +303,7 @@ def test_reference_sees_only_visible_keys():
     assert visible((2, 3), window=2)[4].tolist() == [False, False, False, True, True]
 
 
-def under_autocast() -> float:
+def under_autocast(is_backward_inside: bool) -> float:
     """fp32 queries and keys with bf16 values, as a model under autocast has them; error against fp64."""
     case = Case((30, 10), ring_degree=2, kernel="eager")
     mesh, layout = ContextParallelMesh(case.config), SequenceLayout(case.doc_lengths, case.config)
@@ -313,7 +313,8 @@ def under_autocast() -> float:
     with torch.autocast("cpu", torch.bfloat16):
         out = context_parallel_attention(*leaves, mesh=mesh, layout=layout)
     assert out.dtype == torch.bfloat16
-    out.backward(grad_out)
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_backward_inside):
+        out.backward(grad_out)
     expected = reference_attention(*(x.double() for x in row), case.doc_lengths)
     local = (out.detach(), *(x.grad for x in leaves))
     whole = [layout.unshard(gather_shards(x, mesh)) for x in local]
@@ -321,4 +322,5 @@ def under_autocast() -> float:
 
 
 def test_autocast_decides_the_dtype_but_not_the_sums(world2):
-    assert max(world2.run(under_autocast)) < 3e-3  # one rounding to bf16; products in bf16 would give more
+    for is_backward_inside in (False, True):  # one rounding to bf16; products in bf16 would give more
+        assert max(world2.run(under_autocast, is_backward_inside)) < 3e-3

@@ -15,7 +15,8 @@ from torch.utils.data import IterableDataset
 
 from hf_cp.config import ContextParallelConfig
 from hf_cp.data.collator import DataCollatorForContextParallel
-from hf_cp.data.streaming import StreamDataLoader, StreamRows, StreamSettings, is_stream
+from hf_cp.data.documents import Document
+from hf_cp.data.streaming import StreamDataLoader, StreamRows, StreamSettings, _digest, is_stream
 from hf_cp.parallel.mesh import ContextParallelMesh
 
 CP1, CP2 = ContextParallelConfig(force=True), ContextParallelConfig(ring_degree=2)
@@ -40,8 +41,10 @@ class Stream(IterableDataset):
             yield [number + self.shift] * self.lengths[number]
 
 
-def make_loader(stream=None, *, config=CP1, max_tokens: int | None = 16, **settings) -> StreamDataLoader:
-    collator = DataCollatorForContextParallel(config, max_tokens=max_tokens)
+def make_loader(
+    stream=None, *, config=CP1, max_tokens: int | None = 16, overflow: str = "error", **settings
+) -> StreamDataLoader:
+    collator = DataCollatorForContextParallel(config, max_tokens=max_tokens, overflow=overflow)
     stream = Stream() if stream is None else stream
     return StreamDataLoader(
         stream,
@@ -154,6 +157,32 @@ def test_refusals():
         list(make_loader(Once()))
     with pytest.raises(ValueError, match=r"features of the stream from number 20 on \(pass 0\): Feature 3"):
         list(make_loader(Stream([1] * 23 + [99] + [1] * 5)))
+
+
+def test_buffers_of_which_nothing_is_left_are_passed_over():
+    """Of 6 buffers of 2 documents the second and the fourth hold only long or empty ones."""
+    lengths = [3, 3, 40, 50, 4, 4, 0, 30, 5, 5, 6, 6]
+
+    def make(lengths):
+        return make_loader(
+            OneOrder(lengths), overflow="drop", buffer_documents=2, shuffle=False
+        )  # fmt: skip
+
+    numbers = {number for row in rows_of(itertools.islice(make(lengths), 4)) for number in row}
+    assert numbers == {0, 1, 4, 5, 8, 9, 10, 11}
+    with pytest.raises(ValueError, match=r"In pass 0 of OneOrder: No document is left .*: 1 empty, 3 longer than"):
+        next(iter(make([40, 50, 0, 30])))
+
+
+class OneOrder(Stream):
+    def set_epoch(self, epoch: int) -> None:
+        pass
+
+
+def test_digests_know_labels_and_positions():
+    ids, other = np.arange(4, dtype=np.int32), np.arange(4, dtype=np.int32) + 7
+    rows = [Document(ids, ids), Document(ids, other), Document(ids, ids, other), Document(ids, ids, ids)]
+    assert len({_digest([[document]]) for document in rows}) == 4
 
 
 class Once:

@@ -4,6 +4,7 @@ import copy
 import gc
 import inspect
 import weakref
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from hf_cp import (
     context_parallel_disabled,
     remove_context_parallel,
 )
-from hf_cp.models.patch import context_parallel_state
+from hf_cp.models.patch import ATTENTION_NAME, context_parallel_state
 from hf_cp.parallel.mesh import ContextParallelMesh
 from hf_cp.sequence.layout import SequenceLayout
 from tests.attention.cases import gather_shards
@@ -208,6 +209,7 @@ def wrong_batches() -> None:
             model(**batch)
 
     expect("no hf_cp_layout", hf_cp_layout=None)
+    expect("no tuple of loss and logits", return_dict=False)
     expect("no shift_labels", shift_labels=None)
     expect(r"input_ids has shape \(1, 16\)", input_ids=row.input_ids[None])
     expect(r"input_ids has shape \(2, 8\)", input_ids=good["input_ids"].repeat(2, 1))
@@ -229,9 +231,12 @@ def wrong_batches() -> None:
     if rank == 0:
         expect("input_ids has shape", input_ids=row.input_ids[None])
         expect("different rows", hf_cp_layout=SequenceLayout([8, 8], config))
+        expect("no hf_cp_layout", hf_cp_layout=None)
+        expect("no hf_cp_layout", hf_cp_layout=None, labels=None, shift_labels=None)  # text: on this rank alone
     else:
         expect(r"cp_rank \[0\]")
         expect("different rows")
+        expect(r"cp_rank \[0\]")
     assert model(**good, attention_mask=torch.ones(1, 8)).loss.isfinite()
 
 
@@ -324,6 +329,25 @@ def test_disabled_inside_a_block_even_if_it_raises():
         raise RuntimeError("stop")
     batch = row.local_batch(SequenceLayout(LENGTHS, ContextParallelConfig()), 0)
     assert abs(model(**batch).loss - expected.loss) < 1e-6
+    with patch.object(type(model), "set_attn_implementation", autospec=True) as set_attention:
+        set_attention.side_effect = [ImportError("not installed"), None]
+        with pytest.raises(ImportError), context_parallel_disabled(model):
+            pass
+        assert set_attention.call_args.args[1] == ATTENTION_NAME
+    assert context_parallel_state(model).active
+
+
+def test_tuples_are_refused_with_labels_and_made_without():
+    model, row = apply_context_parallel(tiny_model(), ContextParallelConfig(force=True)), Row(LENGTHS)
+    batch = row.local_batch(SequenceLayout(LENGTHS, ContextParallelConfig()), 0)
+    inputs = {name: batch[name] for name in ("input_ids", "hf_cp_layout")}
+    model.config.return_dict = False
+    with pytest.raises(ValueError, match="no tuple of loss and logits"):
+        model(**batch)
+    assert model(**batch, return_dict=True).loss.isfinite()
+    model.config.return_dict = True
+    (logits,) = model(**inputs, return_dict=False)
+    assert logits.equal(model(**inputs).logits)
 
 
 def test_generate_runs_the_original_attention():

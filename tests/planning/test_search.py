@@ -141,6 +141,18 @@ def test_a_measured_device_replaces_the_assumed_one(tmp_path):
     )
 
 
+@pytest.mark.parametrize(("content", "message"), [("{memory_gib", "is not JSON"), ("[1, 2]", "holds a list")])
+def test_files_that_are_no_device_are_named(tmp_path, content, message):
+    path = tmp_path / "mine.json"
+    path.write_text(content)
+    for arguments in ({"which": str(path)}, {"which": "h100", "measured": path}):
+        with pytest.raises(ValueError, match=rf"mine\.json {message}.*\n  Give a JSON object with"):
+            find_device(**arguments)
+    path.write_text('{"base": ["h100"]}')
+    with pytest.raises(ValueError, match="There is no device"):
+        find_device(str(path))
+
+
 def test_experts_are_refused():
     """Their weights are no linear layers, and a token sees only some of them: the estimate would be far off."""
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}

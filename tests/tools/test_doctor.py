@@ -19,10 +19,11 @@ from hf_cp.config import ContextParallelConfig
 from hf_cp.data import collator as collator_module
 from hf_cp.tools.cli import main
 from hf_cp.tools.doctor_checks import Check, Result, examine, judge, warn
+from hf_cp.tools.doctor_checks_settings import SCRIPT_KEYS
 from hf_cp.tools.doctor_subject import Subject, as_one_process
 from hf_cp.tools.plan import known_models
 from hf_cp.training.checkpoint import CheckpointRecord, installed_versions
-from tests.examples.launch import ROOT
+from tests.examples.launch import ROOT, load
 from tests.tools.recipe_files import check, parse, write_model, write_recipe
 
 
@@ -111,7 +112,7 @@ WRONG = [
                    "train": {"ulysses_degree": 4, "ring_degree": 1}}, "warn", "does not divide the 2 processes"),
     ("time limit", {"train": {"timeout_seconds": 7200}}, "warn", "timeout_seconds=7,200 s"),
     ("time limit", {"train": {"ddp_timeout": 10}}, "warn", "ddp_timeout=10 s"),
-    ("keys", {"train": {"learning_rat": 1.0}}, "warn", "learning_rat"),
+    ("keys", {"train": {"learning_rat": 1.0, "own": 1}}, "fail", "unknown in train.yaml: learning_rat, own"),
     ("arguments", {"train": {"per_device_train_batch_size": 2}}, "fail", "per_device_train_batch_size=2: a"),
     ("arguments", {"train": {"use_liger_kernel": True, "batch_eval_metrics": True}}, "fail", "batch_eval_metrics"),
     ("arguments", {"train": {"average_tokens_across_devices": False}}, "fail", "average_tokens_across_devices=False"),
@@ -143,6 +144,13 @@ def test_what_is_wrong_is_found(model, tmp_path, name, changes, status, text):
 @pytest.mark.parametrize("name", sorted({name for name, *_ in WRONG} - {"checkpoint", "evaluation"}))
 def test_what_is_right_passes(model, tmp_path, name):
     assert check(name, "--recipe", write_recipe(tmp_path / "recipe", model)).status == "ok"
+
+
+def test_keys_are_those_of_the_script(model, tmp_path):
+    assert SCRIPT_KEYS == {field.name for field in dataclasses.fields(load("finetune.py").ScriptArguments)}
+    folder = write_recipe(tmp_path / "recipe", model, train={"learning_rat": 1.0, "own": 1})
+    result = check("keys", "--config", folder / "train.yaml")  # it may be of a script with own arguments
+    assert result.status == "warn" and result.detail == "unknown in train.yaml: learning_rat"
 
 
 def test_the_environment_can_be_wrong(model, tmp_path, monkeypatch):

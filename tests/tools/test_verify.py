@@ -247,6 +247,19 @@ def test_refuses_ranks_with_different_weights(world2):
         assert "embed_tokens.weight differs most" in error.message
 
 
+def nan_everywhere() -> VerifyReport:
+    model = lora_model(RING2, torch.float32)
+    model.get_input_embeddings().weight.data *= math.nan
+    return verify_context_parallel(model, documents())
+
+
+@pytest.mark.distributed
+def test_refuses_a_loss_that_is_nan_in_every_process(world2):
+    for error in world2.run(nan_everywhere, expect_error=True):
+        assert error.type_name == "RuntimeError" and "same model" not in error.message
+        assert "has the loss nan on this row, in each of ranks [0, 1]" in error.message
+
+
 def test_refuses_what_it_cannot_compare():
     forced = ContextParallelConfig(force=True)
     with pytest.raises(ValueError, match="needs a patched model"):

@@ -4,8 +4,10 @@ formulas, work from the attention plan, and who is slow from who was made slow."
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -25,7 +27,7 @@ from hf_cp.sequence.packing import PackingManifest
 from hf_cp.sequence.plan import AttentionPlan
 from hf_cp.tools.cli import main
 from hf_cp.training.callback import ContextParallelCallback
-from hf_cp.training.meter import StepRecord
+from hf_cp.training.meter import StepMeter, StepRecord
 from hf_cp.training.record_files import RecordWriter, RunRecords, read_run
 from hf_cp.training.run_info import RunInfo
 from tests.training.telemetry_cases import LENGTHS, SLEEP, Observed, observe, observe_pairs, observe_two_pairs
@@ -226,6 +228,7 @@ class Event:
     """Stands in for torch.cuda.Event: a stream that is at `now` milliseconds."""
 
     now = 0.0
+    delay = 0.0  # by which the device is behind
 
     def __init__(self, *, enable_timing: bool):
         assert enable_timing
@@ -236,6 +239,9 @@ class Event:
 
     def synchronize(self) -> None:
         self.has_come = True
+
+    def query(self) -> bool:
+        return Event.now >= self.at + Event.delay
 
     def elapsed_time(self, end: Event) -> float:
         assert end.has_come
@@ -259,6 +265,35 @@ def test_waits_on_a_stream_are_timed_by_events(mesh):
         on_stream, on_host = clock.waits
     assert (on_stream.axis, on_stream.waited, on_stream.in_flight) == ("ring", 0.02, 0.05)
     assert on_host.axis == "world" and on_host.waited < 1
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_marks_are_freed_when_the_device_has_passed_them(mesh, device_type):
+    """Whether or not a record is asked for; with a device that is one step behind, those of two steps are held."""
+    mesh = SimpleNamespace(traffic=mesh.traffic, device_type=device_type, ring_rank=0, ulysses_size=1)
+    meter, clocks = StepMeter(mesh, {None: 1}), []
+    batch = {"input_ids": torch.ones(1, 4), "shift_labels": torch.tensor([[1, 2, 3, -100]])}
+    batch["cu_seq_lens_q"] = torch.tensor([0, 4])
+    with (
+        patch.object(torch.cuda, "Event", Event),
+        patch.object(Event, "delay", 5.0),
+        patch("hf_cp.training.meter.peak_memory_bytes", return_value=0),
+    ):
+        for step in range(1, 7):
+            meter.start()
+            clocks.append(weakref.ref(mesh.traffic.clock))
+            meter.fetched()
+            meter.take_row(batch, num_tokens=4)
+            Event.now += 10
+            meter.finish_row()
+            meter.stop(step)
+            assert sum(clock() is not None for clock in clocks) <= (1 if device_type == "cpu" else 2)
+        records = meter.take_records()
+    assert [record.step for record in records] == [1, 2, 3, 4, 5, 6]
+    assert all(record.targets == 3 and record.tokens == 4 for record in records)
+    if device_type == "cuda":
+        assert [record.seconds for record in records] == [0.01] * 6
+    assert meter.take_records() == []
 
 
 def test_without_a_clock_a_wait_is_only_watched(mesh):

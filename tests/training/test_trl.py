@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from hf_cp.config import ContextParallelConfig
 from hf_cp.data import ContextParallelDataLoader, DataCollatorForContextParallel, to_documents
 from hf_cp.models.patch import apply_context_parallel, context_parallel_state, remove_context_parallel
 from hf_cp.training import ContextParallelTrainer, ContextParallelTrainerMixin
+from hf_cp.training.sft import complete_sft
 from tests.examples.launch import EXAMPLES, run, torchrun
 from tests.models.tiny import Row, tiny_model
 from tests.training.sft import (
@@ -152,6 +154,15 @@ def test_prompt_learning_is_refused():
 
     with pytest.raises(ValueError, match="puts virtual tokens before the row"):
         build(peft_config=PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"))
+
+
+def test_a_refused_model_stays_patched():
+    trainer = build()
+    forward = vars(trainer.model)["forward"]
+    for owner, name, value in ((trainer.model.config, "attention_dropout", 0.1), (trainer, "aux_loss_enabled", True)):
+        with patch.object(owner, name, value), pytest.raises(ValueError, match="attention_dropout|load-balancing"):
+            complete_sft(trainer, max_tokens=None)
+        assert context_parallel_state(trainer.model) is not None and vars(trainer.model)["forward"] is forward
 
 
 def trained_types(lora: bool) -> set[torch.dtype]:
