@@ -61,7 +61,8 @@ def main() -> int:
             print(f"\n{rate}: {describe(results[rate])}\n{table(rows)}")
             prices = (f"{price:.2f} ({heads})" for heads, price in price_of_choice(rows).items())
             print(
-                f"The planner's first choice takes this share of the fastest's time: {', '.join(prices)}", flush=True
+                f"The planner's first choice takes so many times as long as the fastest: {', '.join(prices)}",
+                flush=True,
             )
     if args.output is not None:
         save(results, args)

@@ -29,11 +29,12 @@ from hf_cp.planning.model_shape import ModelShape
 from hf_cp.planning.step_time import GIGA, TERA, Cluster, RowCost
 from hf_cp.sequence.costs import AttentionShape, attention_flops
 from hf_cp.sequence.tiles import Tile
+from hf_cp.tools.bench_calibration import Point, fit
 
 PER_HOST = 2
 WARM_UP_TOKENS = 256
-MESSAGES = (2**14, 2**20)  # bytes; latency and bandwidth follow from the two
-REPEATS = 3
+MESSAGES = (2**12, 2**21, 2**22)  # bytes; between them lies what tc lets pass at once
+REPEATS = 5
 SWAPPED = [[[0, 2], [1, 3]]]  # [dp, ring, ulysses]: the ranks of a Ulysses group are on different hosts
 
 
@@ -145,10 +146,9 @@ def measured_device(tokens: int, shape: Namespace) -> Device:
 
 
 def link(mesh: ContextParallelMesh) -> tuple[float, float]:
-    """(bytes per second, latency) of a hop in both directions at once, from a short and a long message."""
-    short, long = (usual(hop(num_bytes, mesh)) for num_bytes in MESSAGES)
-    rate = (MESSAGES[1] - MESSAGES[0]) / max(long - short, 1e-9)
-    return rate, max(0.0, short - MESSAGES[0] / rate)
+    """(bytes per second, latency) of a hop in both directions at once, fitted as `hf-cp bench` does."""
+    latency, rate, _ = fit([Point(1, num_bytes, usual(hop(num_bytes, mesh))) for num_bytes in MESSAGES])
+    return rate, latency
 
 
 def hop(num_bytes: int, mesh: ContextParallelMesh) -> Callable[[], None]:
