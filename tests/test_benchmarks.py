@@ -40,27 +40,9 @@ def test_gpu_check_on_the_cpu(tmp_path):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("packed", [(), ("--packed",)])
-def test_attention_benchmark(tmp_path, packed):
+def test_attention_benchmark(tmp_path):
     output = tmp_path / "attention"
-    stdout = run("attention.py", "--tokens", "256", "--rounds", "2", "--output", str(output), *packed)
-    assert ("document, exchange" if packed else "torch ring") in stdout
+    stdout = run("attention.py", "--tokens", "256", "--rounds", "2", "--output", str(output))
+    assert "torch ring" in stdout
     assert json.loads(output.with_suffix(".json").read_text())["rows"]
-    assert bool(packed) or output.with_suffix(".png").stat().st_size > 1000
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-def test_memory_benchmark(tmp_path):
-    output = tmp_path / "memory"
-    run("memory.py", "--tokens", "256", "--hidden-size", "64", "--layers", "2", "--output", str(output))
-    rows = json.loads(output.with_suffix(".json").read_text())["rows"]
-    by_name = {(row["processes"], row["variant"]): row for row in rows}
-    assert len(by_name) == 21
-    for processes in ("one process", "ring 2", "ulysses 2"):
-        plain, kept, again, offload = (
-            by_name[processes, name]
-            for name in ("plain", "checkpointing", "checkpointing, attention again", "checkpointing, offload")
-        )
-        assert kept["transfers"] == plain["transfers"] and kept["sent"] == plain["sent"]
-        assert offload["kept"] < again["kept"] < kept["kept"] < plain["kept"]
+    assert output.with_suffix(".png").stat().st_size > 1000

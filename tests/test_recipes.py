@@ -24,7 +24,7 @@ from hf_cp.models.rope import set_rope_parameters
 from hf_cp.sequence.packing import PackingManifest
 from hf_cp.tools.cli import command_parser
 from hf_cp.training.zero import ZERO_STAGES, complete_zero_config
-from tests.examples.launch import ROOT, Finished, accelerate_launch, build_deepspeed_extension, load, run
+from tests.examples.launch import ROOT, Finished, accelerate_launch, build_deepspeed_extension, load
 from tests.examples.tiny_quickstart import write_quickstart
 
 RECIPES = sorted(path.parent for path in (ROOT / "recipes").glob("*/train.yaml"))
@@ -292,14 +292,3 @@ def test_ulysses_2_is_refused_with_the_reason_and_nothing_is_written(small, tmp_
     with pytest.raises(ValueError, match=r"ulysses_degree=2 does not divide the 3 query heads \(K/V heads: 1\)"):
         script.set_up([*small, "--ulysses_degree", "2"])
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_one_process_is_refused(quickstart, tmp_path):
-    """Without the launcher the recipe's two processes do not run: no silent training on one."""
-    _, options, _ = quickstart
-    command = [str(ROOT / "examples" / "finetune.py"), str(QUICKSTART / "train.yaml"), *options]
-    finished = run([*command, "--output_dir", str(tmp_path / "out")], timeout=200)
-    assert finished.status == 2 and "2 processes are expected, but 1 run together" in finished.output
-    assert "Traceback" not in finished.output and not (tmp_path / "out").exists()

@@ -17,7 +17,7 @@ from tests.examples.launch import ROOT, Finished, build_deepspeed_extension, fre
 from tests.examples.scaled_recipes import scaled_degrees, write_scaled
 
 TWO_NODES = "h100x16-usp-lora-llama-3.1-8b-512k"
-SAME_PATHS = "h100x32-zero3-lora-llama-3.1-70b-128k"  # scaled down it is like TWO_NODES: not compared again
+COMPARED = (TWO_NODES, "h100x8-zero3-llama-3.1-8b-128k", "h100x8-fsdp2-lora-llama-3.1-8b-64k")  # others: same paths
 NAMES = [TWO_NODES, *sorted(path.name for path in (ROOT / "recipes").glob("h100*") if path.name != TWO_NODES)]
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(500, func_only=False)]
@@ -35,7 +35,7 @@ def runs(tmp_path_factory) -> tuple[Path, list[Finished]]:
     def launch(node: int) -> Finished:
         head = ["--machine_rank", str(node), "--main_process_ip", "127.0.0.1", "--main_process_port", port]
         config = ["--config_file", str(folder / TWO_NODES / "accelerate.yaml")]
-        names = [f"{name}:once" if name == SAME_PATHS else name for name in NAMES]
+        names = [name if name in COMPARED else f"{name}:once" for name in NAMES]
         cases = ["-m", "tests.examples.recipe_cases", str(folder), *names]
         return run(["-m", "accelerate.commands.launch", *config, *head, *cases], timeout=400)
 
@@ -74,7 +74,7 @@ def test_recipe_leaves_what_was_trained(runs, name):
     assert all(tensor.numel() and tensor.any() for tensor in weights.values())
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != SAME_PATHS])
+@pytest.mark.parametrize("name", COMPARED)
 def test_degrees_do_not_change_losses(runs, name):
     """The fallback: the same recipe with cp_size 1 and as many rows a step, in fp32."""
     folder, _ = runs

@@ -15,12 +15,6 @@ def place() -> tuple[int, int, str]:
     return os.getpid(), int(os.environ["RANK"]), os.environ["WORLD_SIZE"]
 
 
-def fail_on_the_second() -> None:
-    if os.environ["RANK"] == "1":
-        raise ValueError("on purpose")
-    time.sleep(600)
-
-
 def make_append(path: Path) -> Callable[[], None]:
     def append() -> None:
         with path.open("a") as file:
@@ -42,11 +36,3 @@ def test_new_processes(tmp_path):
     after = calls.stat().st_size
     time.sleep(0.1)
     assert calls.stat().st_size == after
-
-
-@pytest.mark.distributed
-def test_a_failure_ends_all():
-    began = time.monotonic()
-    with pytest.raises(SystemExit, match="A process failed"):
-        run_fresh(fail_on_the_second, world_size=2)
-    assert time.monotonic() - began < 300
