@@ -54,14 +54,21 @@ def _tiled(
     original: Forward, num_chunks: Callable[[nn.Module], int]
 ) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
     def forward(self: nn.Module, hidden: torch.Tensor) -> torch.Tensor:  # [1, n, hidden_size] both
-        chunks, whole = num_chunks(self), rebound(original, self)
-        return whole(hidden) if chunks == 1 else in_chunks(whole, hidden, chunks)
+        return forward_in_chunks(self, hidden, original, num_chunks)
 
     forward.original = original
     return forward
 
 
 @torch.compiler.disable  # the number of chunks changes from row to row
+def forward_in_chunks(
+    mlp: nn.Module, hidden: torch.Tensor, original: Forward, num_chunks: Callable[[nn.Module], int]
+) -> torch.Tensor:
+    """`original` of `mlp` (which may be a copy of the module that it was taken from) in chunks of `hidden`."""
+    chunks, whole = num_chunks(mlp), rebound(original, mlp)
+    return whole(hidden) if chunks == 1 else in_chunks(whole, hidden, chunks)
+
+
 def in_chunks(forward: Forward, hidden: torch.Tensor, num_chunks: int) -> torch.Tensor:
     """`forward` of `hidden` [1, n, hidden_size], with the activations of about n / num_chunks tokens at a time.
 

@@ -128,11 +128,9 @@ def checkpoints(request, tmp_path_factory) -> dict[str, Path]:
 @pytest.mark.parametrize(
     ("saved_by", "resumed_by"),
     [
-        ("W4-dp2-ring2", "W4-dp2-ring2"),
         ("W4-dp2-ring2", "W4-ring4"),
         ("W4-dp2-ring2", "W4-dp4"),
         ("W4-dp2-ring2", "W2-ring2"),
-        ("W4-ring4", "W4-dp2-ring2"),
         ("W4-ring4", "W1"),
         ("W1", "W4-usp"),
     ],
