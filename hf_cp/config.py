@@ -171,8 +171,7 @@ class ContextParallelConfig:
         num_heads, num_kv_heads = head_counts(model_config)
         sent = {
             degree: _sent_elements(num_heads, num_kv_heads, cp_size // degree, degree)
-            for degree in _divisors(gcd(cp_size, num_heads, ranks_per_node or cp_size))
-            if num_kv_heads % degree == 0 or degree % num_kv_heads == 0
+            for degree in sensible_ulysses_degrees(gcd(cp_size, ranks_per_node or cp_size), num_heads, num_kv_heads)
         }
         best = min(sent, key=lambda degree: (sent[degree], -degree))
         logger.info(
@@ -181,6 +180,16 @@ class ContextParallelConfig:
             num_heads, num_kv_heads, cp_size, best, cp_size // best, sent,
         )  # fmt: skip
         return cls(ring_degree=cp_size // best, ulysses_degree=best, **kwargs)
+
+
+def sensible_ulysses_degrees(num_processes: int, num_heads: int, num_kv_heads: int) -> list[int]:
+    """Degrees that divide processes and query heads, and of which one of degree and K/V heads divides the other.
+
+    >>> sensible_ulysses_degrees(8, 28, 4)
+    [1, 2, 4]
+    """
+    legal = divisors(gcd(num_processes, num_heads))
+    return [degree for degree in legal if num_kv_heads % degree == 0 or degree % num_kv_heads == 0]
 
 
 def _sent_elements(num_heads: int, num_kv_heads: int, ring_degree: int, ulysses_degree: int) -> float:
@@ -211,7 +220,7 @@ def check_heads(num_heads: int, num_kv_heads: int, config: ContextParallelConfig
             f"{num_heads} query heads do not divide over {num_kv_heads} K/V heads. Check the head counts of the model."
         )
     if num_heads % degree:
-        legal = [u for u in _divisors(config.cp_size) if num_heads % u == 0]
+        legal = [u for u in divisors(config.cp_size) if num_heads % u == 0]
         raise ValueError(
             f"ulysses_degree={degree} does not divide the {num_heads} query heads (K/V heads: {num_kv_heads}).\n"
             "  The rule: ulysses_degree must divide the query heads; K/V heads are replicated where it does not "
@@ -223,11 +232,12 @@ def check_heads(num_heads: int, num_kv_heads: int, config: ContextParallelConfig
     if kv_heads_of_rank % chunks:
         raise ValueError(
             f"head_chunks={chunks} does not divide the {kv_heads_of_rank} K/V heads that a rank handles "
-            f"({num_kv_heads} K/V heads, ulysses_degree={degree}). Use one of {_divisors(kv_heads_of_rank)}."
+            f"({num_kv_heads} K/V heads, ulysses_degree={degree}). Use one of {divisors(kv_heads_of_rank)}."
         )
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """All divisors of a positive number, rising."""
     return [d for d in range(1, number + 1) if number % d == 0]
 
 

@@ -52,4 +52,3 @@ def _world_fixture(size: int):
 world2 = _world_fixture(2)
 world3 = _world_fixture(3)
 world4 = _world_fixture(4)
-world8 = _world_fixture(8)

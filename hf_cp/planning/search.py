@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_cp.config import ContextParallelConfig, check_heads
+from hf_cp.config import ContextParallelConfig, divisors, sensible_ulysses_degrees
 from hf_cp.planning.devices import GIB, Device, find_device
 from hf_cp.planning.memory import Memory, Training, run_memory
 from hf_cp.planning.model_shape import ModelShape
@@ -118,7 +118,7 @@ def plan_context_parallel(
     _check_sizes(seq_len=seq_len, num_gpus=num_gpus, gpus_per_node=gpus_per_node)
     if cp_size is not None and (cp_size < 1 or num_gpus % cp_size):
         raise ValueError(
-            f"cp_size={cp_size} does not divide {num_gpus} GPUs. Choose one of {_divisors(num_gpus)}, or leave it out."
+            f"cp_size={cp_size} does not divide {num_gpus} GPUs. Choose one of {divisors(num_gpus)}, or leave it out."
         )
     cluster = Cluster(find_device(gpu, measured=measured), num_gpus, min(gpus_per_node, num_gpus))
     model, training = ModelShape.from_config(model_config), training or Training()
@@ -152,15 +152,11 @@ def _sample(rows: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
 def _configs(model: ModelShape, num_gpus: int, cp_size: int | None) -> list[ContextParallelConfig]:
     """Every legal split; engines where there is a ring."""
     configs = []
-    for size in [cp_size] if cp_size else _divisors(num_gpus):
-        for ulysses in _divisors(size):
+    for size in [cp_size] if cp_size else divisors(num_gpus):
+        for ulysses in sensible_ulysses_degrees(size, model.num_heads, model.num_kv_heads):
             ring = size // ulysses
-            shared = model.num_kv_heads % ulysses and ulysses % model.num_kv_heads
-            if model.num_heads % ulysses or shared:
-                continue
             for comm in RING_COMMS if ring > 1 else RING_COMMS[:1]:
                 config = ContextParallelConfig(ring_degree=ring, ulysses_degree=ulysses, ring_comm=comm)
-                check_heads(model.num_heads, model.num_kv_heads, config)
                 configs.append(config)
     if not configs:
         raise ValueError(
@@ -237,10 +233,6 @@ def _check_sizes(**sizes: int) -> None:
     for name, value in sizes.items():
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be a positive integer, got {value!r}.")
-
-
-def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
 
 
 def _transients(doc_lengths: tuple[int, ...], config: ContextParallelConfig, model: ModelShape, itemsize: int) -> int:
