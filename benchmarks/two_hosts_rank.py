@@ -29,7 +29,7 @@ from hf_cp.planning.model_shape import ModelShape
 from hf_cp.planning.step_time import GIGA, TERA, Cluster, RowCost
 from hf_cp.sequence.costs import AttentionShape, attention_flops
 from hf_cp.sequence.tiles import Tile
-from hf_cp.tools.bench_calibration import Point, fit
+from hf_cp.tools.bench_calibration import Point, fit, hidden_share
 
 PER_HOST = 2
 WARM_UP_TOKENS = 256
@@ -130,6 +130,11 @@ def measured_device(tokens: int, shape: Namespace) -> Device:
     inside = mesh_of(SPLITS["Ulysses 2 across, ring 2 inside, p2p"])
     inter, intra = link(across), link(inside)
     rate, half_efficiency_tokens = kernel_rate(tokens, shape)
+    kernel = causal_calls(tokens // 2, shape)
+    inter_overlap, intra_overlap = (
+        hidden_share(kernel, int(min(bandwidth * usual(kernel) / 2, MESSAGES[-1])), mesh, rounds=REPEATS)
+        for mesh, (bandwidth, _) in ((across, inter), (inside, intra))
+    )
     return Device(
         name="two hosts",
         memory_gib=1.0,
@@ -140,6 +145,8 @@ def measured_device(tokens: int, shape: Namespace) -> Device:
         inter_gbs=inter[0] / GIGA,
         intra_latency=intra[1],
         inter_latency=inter[1],
+        intra_overlap=intra_overlap,
+        inter_overlap=inter_overlap,
         half_efficiency_tokens=half_efficiency_tokens,
         is_measured=True,
     )
@@ -171,9 +178,14 @@ def kernel_rate(tokens: int, shape: Namespace) -> tuple[float, float]:
 def seconds_per_operation(tokens: int, shape: Namespace) -> tuple[float, float]:
     """(b, seconds): of the kernel on a causal document, as a block of b x b scores."""
     area = tokens * (tokens + 1) // 2
-    calls = kernel_calls([Tile(0, tokens, 0, tokens, None, 0)], tokens, 1, shape)
+    calls = causal_calls(tokens, shape)
     operations = sum(attention_flops(AttentionShape(shape.num_heads, shape.num_kv_heads, shape.head_dim), area))
     return area**0.5, usual(calls) / operations
+
+
+def causal_calls(tokens: int, shape: Namespace) -> Callable[[], None]:
+    """The kernel on one document, forward and backward."""
+    return kernel_calls([Tile(0, tokens, 0, tokens, None, 0)], tokens, 1, shape)
 
 
 def usual(run: Callable[[], None]) -> float:
@@ -191,6 +203,8 @@ def estimate(split: Split, tokens: int, shape: Namespace, device: Device) -> flo
                 "inter_gbs": device.intra_gbs,
                 "intra_latency": device.inter_latency,
                 "inter_latency": device.intra_latency,
+                "intra_overlap": device.inter_overlap,
+                "inter_overlap": device.intra_overlap,
             }
         )
     cluster = Cluster(device, num_gpus=dist.get_world_size(), gpus_per_node=PER_HOST)

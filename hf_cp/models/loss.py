@@ -1,7 +1,7 @@
 """Cross-entropy on the local shard, `lm_head` included, without ever holding the logits of a whole shard.
 
 The shard is cut into chunks; a chunk's logits exist only while its losses are computed, and once more in the backward
-pass (activation checkpointing). `lm_head` is called as the module it is, so ties, LoRA and parameter gathering work.
+pass (activation checkpointing); a single chunk is not computed again. `lm_head` is called as the module it is, so ties, LoRA and parameter gathering work.
 
 With W = dp x cp ranks whose gradients are averaged, N targets in all, and S_r the sum of rank r's token losses, the
 gradient of the global token mean (sum of all S_r) / N is the average of d(S_r W / N).
@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_cp.attention.merge import accumulator_dtype
 from hf_cp.config import IGNORE_INDEX
+from hf_cp.models.chunk_gradients import Forward, summed_over_chunks
 from hf_cp.parallel.collectives import sum_over_cp
 from hf_cp.parallel.mesh import ContextParallelMesh
 
@@ -52,20 +53,21 @@ def token_losses(
     Raises:
         ValueError: `on_logits` is given while gradients are recorded (chunks are computed twice then).
     """
-    chunks = zip(hidden.tensor_split(num_chunks), shift_labels.tensor_split(num_chunks), strict=True)
-    if not torch.is_grad_enabled():
-        return torch.cat([_chunk_losses(h, labels, lm_head, label_smoothing, on_logits) for h, labels in chunks])
-    if on_logits is not None:
+    if on_logits is not None and torch.is_grad_enabled():
         raise ValueError("Logits are shown in evaluation only, but gradients are on. Use torch.no_grad().")
+    chunks = zip(hidden.tensor_split(num_chunks), shift_labels.tensor_split(num_chunks), strict=True)
+    if num_chunks == 1 or not torch.is_grad_enabled():  # a single chunk would be computed again as soon as it is done
+        return torch.cat([_chunk_losses(h, labels, lm_head, label_smoothing, on_logits) for h, labels in chunks])
+    head = summed_over_chunks(lm_head, lm_head, num_chunks)
     return torch.cat(
-        [checkpoint(_chunk_losses, h, labels, lm_head, label_smoothing, use_reentrant=False) for h, labels in chunks]
+        [checkpoint(_chunk_losses, h, labels, head, label_smoothing, use_reentrant=False) for h, labels in chunks]
     )
 
 
 def _chunk_losses(
     hidden: torch.Tensor,
     shift_labels: torch.Tensor,
-    lm_head: nn.Module,
+    lm_head: Forward,
     label_smoothing: float,
     on_logits: Callable[[torch.Tensor], None] | None = None,
 ) -> torch.Tensor:

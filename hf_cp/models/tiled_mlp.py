@@ -17,9 +17,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from hf_cp.models.chunk_gradients import Forward, summed_over_chunks
 from hf_cp.models.methods import rebound
-
-Forward = Callable[[torch.Tensor], torch.Tensor]
 
 
 def check_mlps(layers: Iterable[nn.Module], chunk_tokens: int) -> None:
@@ -66,7 +65,7 @@ def forward_in_chunks(
 ) -> torch.Tensor:
     """`original` of `mlp` (which may be a copy of the module that it was taken from) in chunks of `hidden`."""
     chunks, whole = num_chunks(mlp), rebound(original, mlp)
-    return whole(hidden) if chunks == 1 else in_chunks(whole, hidden, chunks)
+    return whole(hidden) if chunks == 1 else in_chunks(summed_over_chunks(mlp, whole, chunks), hidden, chunks)
 
 
 def in_chunks(forward: Forward, hidden: torch.Tensor, num_chunks: int) -> torch.Tensor:

@@ -27,6 +27,8 @@ class Device:
         attention_tflops (`float`): sustained by the attention kernel, forward and backward together, in TFLOP/s.
         intra_gbs, inter_gbs (`float`): GB/s that one process sends inside a node, and between nodes.
         intra_latency, inter_latency (`float`): seconds before the first byte of a message.
+        intra_overlap, inter_overlap (`float`): share of a transfer's time that arithmetic beside it hides, from 0 to 1.
+            Below 1 where sending needs the processor that computes, as with gloo on CPUs.
         half_efficiency_tokens (`float`): blocks of so many tokens reach half of the kernel's sustained rate.
         is_measured (`bool`): whether attention and links come from `hf-cp bench`.
     """
@@ -40,6 +42,8 @@ class Device:
     inter_gbs: float
     intra_latency: float = 10e-6
     inter_latency: float = 20e-6
+    intra_overlap: float = 1.0
+    inter_overlap: float = 1.0
     half_efficiency_tokens: float = 512.0
     is_measured: bool = False
 

@@ -143,19 +143,27 @@ def saved_bytes(model: ModelShape, training: Training, *, local_tokens: int, uly
 def recomputed_bytes(model: ModelShape, training: Training, *, local_tokens: int) -> float:
     """Activations of the one layer that is being recomputed, its inputs on their way back from the host included.
 
-    A tiled feed-forward holds 4 I elements of a chunk only.
+    A tiled feed-forward holds 4 I elements of a chunk only, and the fp32 sums of its three weights' gradients.
     """
     if training.checkpointing == "none":
         return 0.0
     b, mlp = training.itemsize, 4 * model.intermediate_size * training.itemsize
     chunk = min(local_tokens, training.mlp_chunk_tokens or local_tokens)
     on_the_way = 2 * b * model.hidden_size if training.checkpointing == "offload" else 0
-    return local_tokens * (layer_bytes(model, training) - mlp + on_the_way) + chunk * mlp
+    sums = _sum_bytes(training, 3 * model.hidden_size * model.intermediate_size, num_parts=-(-local_tokens // chunk))
+    return local_tokens * (layer_bytes(model, training) - mlp + on_the_way) + chunk * mlp + sums
 
 
 def logits_bytes(model: ModelShape, training: Training, *, local_tokens: int) -> float:
-    """Logits of one chunk, their fp32 copy, and the gradients of both."""
-    return min(local_tokens, training.loss_chunk_tokens) * model.vocab_size * 2 * (training.itemsize + FP32)
+    """Logits of one chunk, their fp32 copy, the gradients of both, and the fp32 sum of the head's gradient."""
+    chunk = min(local_tokens, training.loss_chunk_tokens)
+    sums = _sum_bytes(training, model.vocab_size * model.hidden_size, num_parts=-(-local_tokens // chunk))
+    return chunk * model.vocab_size * 2 * (training.itemsize + FP32) + sums
+
+
+def _sum_bytes(training: Training, num_weights: int, *, num_parts: int) -> float:
+    """Gradients of 16-bit weights that are used once per chunk are summed in fp32."""
+    return FP32 * num_weights if num_parts > 1 and training.itemsize < FP32 and not training.lora_r else 0.0
 
 
 def zero_buffer_bytes(model: ModelShape, training: Training, *, world_size: int) -> float:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from math import sqrt
+from math import inf, sqrt
 
 from hf_cp.config import ContextParallelConfig
 from hf_cp.planning.devices import Device
@@ -31,9 +31,14 @@ class Link:
 
     bytes_per_second: float
     latency: float
+    overlap: float = 1.0
 
     def seconds(self, num_bytes: float, messages: int = 1) -> float:
         return messages * self.latency + num_bytes / self.bytes_per_second if num_bytes else 0.0
+
+    def exposed(self, seconds: float, compute: float) -> float:
+        """What transfers of so many seconds add to so much arithmetic that runs beside them."""
+        return seconds - self.overlap * min(seconds, compute)
 
 
 @dataclass(frozen=True)
@@ -80,8 +85,8 @@ class Cluster:
         """The link between neighbours of a group of `span` consecutive processes."""
         device = self.device
         if span <= self.gpus_per_node:
-            return Link(device.intra_gbs * GIGA, device.intra_latency)
-        return Link(device.inter_gbs * GIGA, device.inter_latency)
+            return Link(device.intra_gbs * GIGA, device.intra_latency, device.intra_overlap)
+        return Link(device.inter_gbs * GIGA, device.inter_latency, device.inter_overlap)
 
     @property
     def num_nodes(self) -> int:
@@ -120,9 +125,10 @@ class RowCost:
         ring = _ring(self, plan)
         traded = ulysses_bytes(self.shape, local_length=self.layout.local_length, ulysses_degree=config.ulysses_degree)
         link = self.cluster.link(config.ulysses_degree)
-        # two all-to-alls a pass; with groups of heads only the first group waits
-        trade = link.seconds(traded, 2 * (config.ulysses_degree - 1)) / config.head_chunks
-        ulysses = Pass(exposed=trade, ulysses_bytes=traded)
+        # two all-to-alls a pass; with groups of heads only the first group waits, the others travel beside attention
+        trade = link.seconds(traded, 2 * (config.ulysses_degree - 1))
+        first = trade / config.head_chunks
+        ulysses = Pass(exposed=first + link.exposed(trade - first, inf), ulysses_bytes=traded)
         return AttentionCost(ring.forward + ulysses, ring.backward + ulysses)
 
     def layers(self) -> AttentionCost:
@@ -153,21 +159,22 @@ class RowCost:
         backward = attention.backward
         if self.training.checkpointing in ("full", "offload"):  # attention is computed again, with its communication
             backward = backward + attention.forward
-        gather, reduce = self._zero_seconds()
+        zero_link = self.cluster.link(self.cluster.num_gpus)
+        gather, reduce = self._zero_seconds(zero_link)
         forward_compute = attention.forward.compute + dense_forward
         backward_compute = backward.compute + dense_backward
-        hidden = max(0.0, gather - forward_compute) + max(0.0, gather + reduce - backward_compute)
+        zero = zero_link.exposed(gather, forward_compute) + zero_link.exposed(gather + reduce, backward_compute)
         return StepTime(
             compute=forward_compute + backward_compute,
-            exposed=attention.forward.exposed + backward.exposed + hidden,
+            exposed=attention.forward.exposed + backward.exposed + zero,
             ring_bytes=attention.forward.ring_bytes + backward.ring_bytes,
             ulysses_bytes=attention.forward.ulysses_bytes + backward.ulysses_bytes,
         )
 
-    def _zero_seconds(self) -> tuple[float, float]:
+    def _zero_seconds(self, link: Link) -> tuple[float, float]:
         """(gathering the weights for a pass, reducing gradients) of ZeRO over all processes."""
         world, b = self.cluster.num_gpus, self.training.itemsize
-        link, share = self.cluster.link(world), (world - 1) / world
+        share = (world - 1) / world
         gathered = self.model.num_parameters * b * share if self.training.zero_stage == 3 else 0.0
         # fp32 on the wire; an all-reduce (stages 0 and 1) sends twice what a reduce-scatter does
         trained = trainable_parameters(self.model, self.training.lora_r) * 4 * share
@@ -214,9 +221,9 @@ def _relay(
 ) -> tuple[float, float]:
     """Each step hides the next hop of K/V, and from the second on a hop of dK/dV; the last one waits alone."""
     hop, grad_hop = link.seconds(kv_bytes), link.seconds(grad_bytes)
-    exposed_forward = sum(max(0.0, hop - compute) for compute in forward[:-1])
+    exposed_forward = sum(link.exposed(hop, compute) for compute in forward[:-1])
     hops = [hop] + [hop + grad_hop] * (len(backward) - 2)
-    exposed_backward = sum(max(0.0, h - compute) for h, compute in zip(hops, backward, strict=False))
+    exposed_backward = sum(link.exposed(h, compute) for h, compute in zip(hops, backward, strict=False))
     return exposed_forward, exposed_backward + grad_hop
 
 
@@ -226,7 +233,7 @@ def _at_once(
     """Own tiles hide the rows that come; in the backward pass, half of them those and half the gradients that go."""
     fetch, home = link.seconds(kv_bytes, peers), link.seconds(grad_bytes, peers)
     half = backward[0] / 2
-    return max(0.0, fetch - forward[0]), max(0.0, fetch - half) + max(0.0, home - half)
+    return link.exposed(fetch, forward[0]), link.exposed(fetch, half) + link.exposed(home, half)
 
 
 def _kernel_rate(row: RowCost, per_step: Sequence[int]) -> float:

@@ -319,6 +319,7 @@ def _calibration_table(calibration: Calibration) -> Table:
             f"{link.kind} over {link.ranks} ranks, {'inside a node' if link.in_node else 'between nodes'}",
             f"{link.bytes_per_second / 1e9:.2f} GB/s",
             f"{link.latency * 1e6:.1f} us",
+            "-" if link.overlap is None else f"{link.overlap:.0%}",
             *_variation(link.residual),
         )
         for link in calibration.links
@@ -327,8 +328,8 @@ def _calibration_table(calibration: Calibration) -> Table:
         ("attention kernel, long document", calibration.attention_tflops, calibration.attention),
         ("matrix product", calibration.matmul_tflops, calibration.matmul),
     ):
-        rows.append((name, f"{tflops:.3f} TFLOP/s", "-", *_variation(spread.width)))
-    return Table("Links and rates", ("", "rate", "latency", "fit error or spread", "note"), rows)
+        rows.append((name, f"{tflops:.3f} TFLOP/s", "-", "-", *_variation(spread.width)))
+    return Table("Links and rates", ("", "rate", "latency", "hidden", "fit error or spread", "note"), rows)
 
 
 def _variation(value: float) -> tuple[str, str]:

@@ -22,9 +22,9 @@ from hf_cp.parallel.mesh import ContextParallelMesh
 from hf_cp.planning.step_time import GIGA, TERA
 from hf_cp.sequence.costs import AttentionShape, attention_flops
 from hf_cp.tools.bench_cases import Case, Setting
-from hf_cp.tools.bench_measure import NOISE, Meshes, Run, Spread, measure, timed
+from hf_cp.tools.bench_measure import NOISE, Meshes, Run, Spread, Subject, measure, timed
 
-__all__ = ["Calibration", "Link", "calibrate", "fit"]
+__all__ = ["Calibration", "Link", "calibrate", "fit", "hidden_share"]
 
 
 class Sizes(NamedTuple):
@@ -62,6 +62,7 @@ class Link:
         latency (`float`): seconds of a message without content.
         bytes_per_second (`float`): of long messages.
         residual (`float`): root mean square of the fit's relative errors.
+        overlap (`float`, *optional*): share of a hop's time that the attention kernel beside it hides.
     """
 
     kind: str
@@ -71,6 +72,7 @@ class Link:
     latency: float
     bytes_per_second: float
     residual: float
+    overlap: float | None = None
 
 
 @dataclass(frozen=True)
@@ -107,11 +109,10 @@ def calibrate(
     long, short = (_attention(part, alone, meshes, sizes) for part in (setting, _shortened(setting)))
     kernel = fit_kernel([_rate(setting, long), _rate(_shortened(setting), short)])
     matmul = _matmul(setting.torch_dtype, meshes.of(alone), sizes)
-    links = [
-        _link(kind, span, span <= per_node, meshes, sizes, base)
-        for span in _spans(meshes.of(alone).world_size, per_node)
-        for kind in ("hop", "all-to-all")
-    ]
+    links: list[Link] = []
+    for span in _spans(meshes.of(alone).world_size, per_node):
+        hop, trade = (_link(kind, span, span <= per_node, meshes, sizes, base) for kind in ("hop", "all-to-all"))
+        links += [_with_overlap(hop, _shortened(setting), short.median, meshes, sizes, base), trade]
     matmul_tflops = 2.0 * sizes.matrix**3 / matmul.median / TERA
     device = _device(links, kernel, matmul_tflops, meshes.device_type)
     return Calibration(links, long, kernel.tflops, matmul, matmul_tflops, device)
@@ -183,6 +184,40 @@ def _link(kind: str, span: int, in_node: bool, meshes: Meshes, sizes: Sizes, bas
     return Link(kind, span, in_node, points, *fit(points))
 
 
+def _with_overlap(
+    hop: Link, setting: Setting, seconds: float, meshes: Meshes, sizes: Sizes, base: ContextParallelConfig
+) -> Link:
+    """Beside the kernel on `setting`, which takes `seconds`: twice as long as what is sent."""
+    kernel = Subject(Case(setting, _with_degrees(base, 1, 1)), meshes).attend
+    num_bytes = int(np.clip(hop.bytes_per_second * seconds / 2, sizes.messages[0], sizes.messages[-1]))
+    mesh = meshes.of(_with_degrees(base, hop.ranks, 1))
+    return replace(hop, overlap=hidden_share(kernel, num_bytes, mesh, rounds=sizes.rounds))
+
+
+def hidden_share(kernel: Run, num_bytes: int, mesh: ContextParallelMesh, *, rounds: int) -> float:
+    """Share of a hop's time that arithmetic beside it hides, from 0 to 1.
+
+    1 - (both together - the kernel alone) / the hop alone, medians over the rounds of the slowest rank's time.
+
+    Args:
+        kernel (`Callable`): runs longer than the hop.
+        num_bytes (`int`): of the hop, over the ring axis.
+    """
+    tensor = torch.zeros(num_bytes, dtype=torch.uint8, device=mesh.device_type)
+
+    def hop(meanwhile: Run = lambda: None) -> None:
+        received = start_hop(tensor, mesh, received_rows=num_bytes)
+        meanwhile()
+        received.wait()
+
+    runs = (kernel, hop, partial(hop, kernel))
+    alone, sent, together = np.median(
+        [[max(timed(run, mesh)) for run in runs] for _ in range(rounds + 1)][1:],  # the first one warms up
+        axis=0,
+    )
+    return float(np.clip(1 - (together - alone) / sent, 0.0, 1.0))
+
+
 def _hop(num_bytes: int, mesh: ContextParallelMesh) -> tuple[Run, int, int]:
     """(what is timed, messages, bytes that leave)."""
     tensor = torch.zeros(num_bytes, dtype=torch.uint8, device=mesh.device_type)
@@ -242,4 +277,7 @@ def _device(links: Sequence[Link], kernel: Kernel, matmul_tflops: float, device_
         if points:
             latency, rate, _ = fit(points)
             values |= {f"{name}_gbs": rate / GIGA, f"{name}_latency": latency}
+        overlaps = [link.overlap for link in links if link.in_node is in_node and link.overlap is not None]
+        if overlaps:
+            values[f"{name}_overlap"] = overlaps[-1]
     return values

@@ -31,7 +31,7 @@ from hf_cp.sequence.layout import SequenceLayout
 from hf_cp.tools.bench_cases import Case, Setting
 from hf_cp.tools.live_bytes import LiveBytes
 
-__all__ = ["NOISE", "Meshes", "Result", "Spread", "by_rank", "measure", "timed"]
+__all__ = ["NOISE", "Meshes", "Result", "Spread", "Subject", "by_rank", "measure", "timed"]
 
 NOISE = 0.15  # (p90 - p10) / median from which on a time is called noisy
 CHECKED_TOKENS = 384  # of the row whose values are compared
@@ -144,7 +144,7 @@ def measure(cases: Sequence[Case], meshes: Meshes, *, rounds: int, warm_up: int)
         meshes (`Meshes`): made so far.
         rounds, warm_up (`int`): rounds that count, and rounds before them.
     """
-    subjects = [_Subject(case, meshes) for case in cases]
+    subjects = [Subject(case, meshes) for case in cases]
     seconds = np.zeros((rounds, len(cases), 3, meshes.of(cases[0].config).world_size))
     for number in range(-warm_up, rounds):
         for place, subject in enumerate(subjects):
@@ -155,7 +155,7 @@ def measure(cases: Sequence[Case], meshes: Meshes, *, rounds: int, warm_up: int)
     return [subject.result(seconds[:, place]) for place, subject in enumerate(subjects)]
 
 
-class _Subject:
+class Subject:
     """One case with tensors of random numbers: the same on all ranks but for the seed."""
 
     def __init__(self, case: Case, meshes: Meshes):

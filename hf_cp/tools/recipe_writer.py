@@ -32,7 +32,7 @@ COMMENTS = {
     "ulysses_degree": "ring_degree x ulysses_degree processes share one row",
     "expected_processes": "stop if the launcher started another number",
     "expected_zero_stage": "stop if DeepSpeed is not really on",
-    "keep_attention": "checkpointing keeps attention's output instead of computing and sending again",
+    "keep_attention": "true: checkpointing keeps attention's output; false: it is computed and sent again",
     "mlp_chunk_tokens": "tokens in a feed-forward layer at the same time",
     "timeout_seconds": "of every collective of hf_cp",
     "ddp_timeout": "of every other collective",

@@ -10,7 +10,15 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from hf_cp import ContextParallelConfig, DataCollatorForContextParallel, apply_context_parallel
-from hf_cp.planning.memory import Training, logits_bytes, run_memory, saved_bytes, state_bytes
+from hf_cp.planning.memory import (
+    Training,
+    layer_bytes,
+    logits_bytes,
+    recomputed_bytes,
+    run_memory,
+    saved_bytes,
+    state_bytes,
+)
 from hf_cp.planning.model_shape import ModelShape
 
 CP = ContextParallelConfig(force=True, loss_chunk_tokens=128)
@@ -105,7 +113,13 @@ def test_zero_divides_states_by_stage():
 
 def test_logits_are_those_of_a_chunk():
     model = ModelShape.from_config(config_of(SIZES[1]))
-    assert logits_bytes(model, Training(), local_tokens=10**6) == 1024 * 500 * 12
+    summed = 4 * 500 * 96  # the fp32 sum of the head's gradient
+    assert logits_bytes(model, Training(), local_tokens=10**6) == 1024 * 500 * 12 + summed
+    assert logits_bytes(model, Training(lora_r=4), local_tokens=10**6) == 1024 * 500 * 12
+    tiled = Training(mlp_chunk_tokens=100)
+    parts = recomputed_bytes(model, tiled, local_tokens=400) - recomputed_bytes(model, tiled, local_tokens=100)
+    per_token = layer_bytes(model, tiled) - 4 * 256 * 2
+    assert parts == 300 * per_token + 4 * 3 * 96 * 256  # three weights' sums, where there is more than one part
     assert logits_bytes(model, Training(), local_tokens=10) == 10 * 500 * 12
 
 

@@ -80,6 +80,20 @@ def test_a_relay_hides_hops_and_an_all_to_all_hides_nothing():
     )
 
 
+def test_what_arithmetic_does_not_hide():
+    """p2p, forward pass: 7 hops beside 8 equal steps of a zigzag ring; nothing hidden adds all of them."""
+    device = dataclasses.replace(DEVICES["h100"], intra_overlap=0.25)
+    every, some, none = (
+        cost(8, device=dataclasses.replace(device, intra_overlap=share)).attention(None).forward
+        for share in (1.0, 0.25, 0.0)
+    )
+    hops = every.ring_bytes / (device.intra_gbs * 1e9) + 7 * device.intra_latency
+    assert every.exposed == 0 and none.exposed == pytest.approx(hops) and some.exposed == pytest.approx(0.75 * hops)
+    chunked = dataclasses.replace(cost(1, 8, device=device), config=ContextParallelConfig(1, 8, head_chunks=4))
+    whole = cost(1, 8, device=device).attention(None).forward.exposed
+    assert chunked.attention(None).forward.exposed == pytest.approx(whole * (0.25 + 0.75 * 0.75))
+
+
 def test_links_between_nodes_are_slower():
     inside, across = cost(2, 1, per_node=8), cost(2, 1, per_node=1)
     assert across.step().exposed > inside.step().exposed

@@ -305,7 +305,10 @@ def test_two_processes_write_what_the_planner_reads(world2, tmp_path):
     device = find_device("h100", measured=output)
     assert device.is_measured and device.name == "CPU" and device.memory_gib == find_device("h100").memory_gib
     assert 0 < device.attention_tflops < 5 and 0 < device.matmul_tflops < 5 and 0 < device.intra_gbs < 100
-    assert {"inter_gbs", "peak_tflops"} & set(content["device"]) == set()  # nothing that was not measured
+    assert 0 <= device.intra_overlap <= 1 and "intra_overlap" in content["device"]
+    assert {"inter_gbs", "inter_overlap", "peak_tflops"} & set(
+        content["device"]
+    ) == set()  # nothing that was not measured
     prices = price_all(content, device)
     assert [p.case.method for p in prices[:4]] == [values["method"] for values in content["cases"][:4]]
     assert all(
