@@ -104,9 +104,10 @@ def describe(result: dict[str, Any]) -> str:
     """What the planner was told."""
     device = result["device"]
     return (
-        f"a process sends {device['intra_gbs'] * 1e3:.0f} MB/s inside a host ({device['intra_overlap']:.0%} hidden behind "
-        f"arithmetic), {device['inter_gbs'] * 1e3:.1f} MB/s between them ({device['inter_overlap']:.0%} hidden), and "
-        f"computes attention at {device['attention_tflops'] * 1e3:.0f} GFLOP/s"
+        f"a process sends {device['intra_gbs'] * 1e3:.0f} MB/s inside a host ({device['intra_overlap']:.0%} "
+        f"of it hidden behind arithmetic), {device['inter_gbs'] * 1e3:.1f} MB/s between them "
+        f"({device['inter_overlap']:.0%} hidden), and computes attention at "
+        f"{device['attention_tflops'] * 1e3:.0f} GFLOP/s"
     )
 
 

@@ -4,7 +4,8 @@
         examples/finetune.py recipes/quickstart-cpu/train.yaml [--max_steps 20 ...]
 
 The YAML file fills the arguments below, `ContextParallelConfig` and `transformers.TrainingArguments`; options on the
-command line win. Another recipe, the same script: that is a run on 16 GPUs. `lora_r: 0` trains all weights.
+command line win. Another recipe, the same script: that is a run on 16 GPUs. `lora_r: 0` trains all weights, `cp_size:
+1` gives every process whole rows, `record_dir` keeps what `hf-cp report` reads.
 
 1. Proof (`proof_tokens`): on a short row of the training documents the processes together compute the losses,
    gradients and SGD steps that one process computes with the untouched model.
@@ -16,7 +17,6 @@ The exit status is 0 if both hold, 1 if one fails, 2 if the settings do not fit 
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import sys
@@ -43,6 +43,7 @@ from transformers import (
 from transformers.utils import logging
 
 from hf_cp import (
+    ContextParallelCallback,
     ContextParallelConfig,
     ContextParallelTrainer,
     DataCollatorForContextParallel,
@@ -76,7 +77,11 @@ class ScriptArguments:
     max_tokens: int = field(default=4096, metadata={"help": "Tokens in one row; documents are packed into rows."})
     overflow: str = field(default="error", metadata={"help": "Longer documents: error, truncate, split or drop."})
     cp_size: int | None = field(
-        default=None, metadata={"help": "Processes that share one row; the degrees are chosen by the model's heads."}
+        default=None,
+        metadata={
+            "help": "Processes that share one row: the degrees are chosen by the model's heads; given ones shrink, "
+            "the ring first. 1: every process has whole rows."
+        },
     )
     expected_processes: int | None = field(default=None, metadata={"help": "Refuse another number of processes."})
     expected_zero_stage: int | None = field(default=None, metadata={"help": "Refuse another ZeRO stage, or none."})
@@ -89,6 +94,12 @@ class ScriptArguments:
     eval_every: int = field(default=0, metadata={"help": "Steps between evaluations; 0 is before and after only."})
     required_drop_stderr: float = field(
         default=0.0, metadata={"help": "Standard errors by which the held-out loss must fall; 0 asks for nothing."}
+    )
+    record_dir: str | None = field(
+        default=None, metadata={"help": "Folder for a record of every rank and step, which `hf-cp report` reads."}
+    )
+    profile_steps: list[int] = field(
+        default_factory=list, metadata={"help": "Optimizer steps, from 1, of which traces go to record_dir."}
     )
 
     def __post_init__(self):
@@ -127,17 +138,10 @@ def read_recipe(path: Path) -> list[str]:
 
 
 def choose_degrees(script: ScriptArguments, config: ContextParallelConfig, model_config: Any) -> ContextParallelConfig:
-    """Ring and Ulysses degrees for `cp_size` processes: as given, or by the model's heads."""
-    if script.cp_size is not None and config.cp_size == 1:
+    """Ring and Ulysses degrees for `cp_size` processes: as given, shrunk, or by the model's heads."""
+    if script.cp_size not in (None, config.cp_size):
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", script.cp_size))
-        auto = ContextParallelConfig.auto(script.cp_size, model_config, ranks_per_node)
-        config = dataclasses.replace(config, ring_degree=auto.ring_degree, ulysses_degree=auto.ulysses_degree)
-    elif script.cp_size not in (None, config.cp_size):
-        raise ValueError(
-            f"cp_size={script.cp_size}, but ring_degree={config.ring_degree} x "
-            f"ulysses_degree={config.ulysses_degree} is {config.cp_size}.\n"
-            "  Give cp_size and let the degrees follow from the model, or give degrees that fit it."
-        )
+        config = config.with_cp_size(script.cp_size, model_config, ranks_per_node)
     check_heads(*head_counts(model_config), config)
     return config
 
@@ -246,6 +250,13 @@ def prove(trainer: ContextParallelTrainer, script: ScriptArguments) -> VerifyRep
 
 
 # Training, result
+
+
+def resume_point(args: TrainingArguments) -> str | bool | None:
+    """`resume_from_checkpoint`: a folder, or `true` for the last checkpoint in output_dir. The Trainer itself only
+    looks at what train() is given."""
+    named = args.resume_from_checkpoint
+    return {"true": True, "false": None}.get(str(named).lower(), named)
 
 
 class Recorder(TrainerCallback):
@@ -372,12 +383,14 @@ def set_up(arguments: Sequence[str]) -> tuple[ContextParallelTrainer, ScriptArgu
     )
     documents = load_documents(script.dataset)
     held_out = load_documents(script.eval_dataset) if script.eval_dataset else None
+    callback = ContextParallelCallback(record_dir=script.record_dir, profile_steps=script.profile_steps)
     trainer = ContextParallelTrainer(
         model=build_model(script, model_config, config, args),
         args=args,
         data_collator=collator,
         train_dataset=documents,
         eval_dataset=held_out,
+        callbacks=[callback],
     )
     return trainer, script
 
@@ -400,7 +413,7 @@ def run(trainer: ContextParallelTrainer, script: ScriptArguments) -> int:
     say(f"\nTraining on {len(trainer.train_dataset)} documents in {'bf16' if args.bf16 else script.model_dtype}")
     if plugin and args.device.type == "cpu":
         say("(the first time, DeepSpeed compiles its CPU communication now: one to two minutes without output)")
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume_point(args))
     result = recorder.loss_drop(script.required_drop_stderr)
     if result is not None:
         say(f"\nResult: {result}")

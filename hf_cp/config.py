@@ -181,6 +181,33 @@ class ContextParallelConfig:
         )  # fmt: skip
         return cls(ring_degree=cp_size // best, ulysses_degree=best, **kwargs)
 
+    def with_cp_size(
+        self, cp_size: int, model_config: typing.Any, ranks_per_node: int | None = None
+    ) -> ContextParallelConfig:
+        """The same settings for groups of `cp_size` processes; 1 gives every process whole rows.
+
+        Without degrees (both are 1) they are chosen by [`ContextParallelConfig.auto`]. Given ones shrink, the ring
+        first: Ulysses keeps gcd(ulysses_degree, cp_size) processes, which divides the heads as before, and the ring
+        the rest, which divides ring_degree.
+
+        >>> ContextParallelConfig(ring_degree=2, ulysses_degree=8).with_cp_size(4, None).ulysses_degree
+        4
+
+        Raises:
+            ValueError: `cp_size` is not a positive integer, or does not divide the product of the given degrees.
+        """
+        if self.cp_size == 1:
+            auto = ContextParallelConfig.auto(cp_size, model_config, ranks_per_node)
+            return dataclasses.replace(self, ring_degree=auto.ring_degree, ulysses_degree=auto.ulysses_degree)
+        if not isinstance(cp_size, int) or cp_size < 1 or self.cp_size % cp_size:
+            raise ValueError(
+                f"cp_size={cp_size}, but ring_degree={self.ring_degree} x ulysses_degree={self.ulysses_degree} is "
+                f"{self.cp_size}.\n  Give a cp_size that divides it ({', '.join(map(str, divisors(self.cp_size)))}): "
+                "the degrees shrink, the ring first. For a larger one give degrees that fit it, or none."
+            )
+        ulysses_degree = gcd(self.ulysses_degree, cp_size)
+        return dataclasses.replace(self, ring_degree=cp_size // ulysses_degree, ulysses_degree=ulysses_degree)
+
 
 def sensible_ulysses_degrees(num_processes: int, num_heads: int, num_kv_heads: int) -> list[int]:
     """Degrees that divide processes and query heads, and of which one of degree and K/V heads divides the other.

@@ -17,6 +17,7 @@ from hf_cp.tools.cli import COMMANDS
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
+SCALARS = ROOT / "hf_cp" / "training" / "scalars.py"
 MIB = 2**20
 
 
@@ -78,6 +79,11 @@ def test_command_lines_are_understood(page):
 def test_every_command_is_described():
     assert set(COMMANDS) <= anchors(DOCS / "tools.md")
     assert {name for name, *_ in command_lines(DOCS / "tools.md")} == set(COMMANDS)
+
+
+def test_every_logged_number_is_described():
+    described, logged = (set(re.findall(r"`(cp/\w+)`", text_of(page))) for page in (DOCS / "tools.md", SCALARS))
+    assert described == logged == set(re.findall(r"\bcp/\w+", text_of(SCALARS)))
 
 
 def test_quoted_errors_exist():

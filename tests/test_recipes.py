@@ -7,6 +7,7 @@ import json
 import math
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from hf_cp.config import ContextParallelConfig
 from hf_cp.models.rope import set_rope_parameters
 from hf_cp.sequence.packing import PackingManifest
 from hf_cp.tools.cli import command_parser
+from hf_cp.tools.cli import main as hf_cp
 from hf_cp.training.zero import ZERO_STAGES, complete_zero_config
 from tests.examples.launch import ROOT, Finished, accelerate_launch, build_deepspeed_extension, load
 from tests.examples.tiny_quickstart import write_quickstart
@@ -120,6 +122,39 @@ def test_gpu_recipes_are_what_their_plans_give(name):
     """Files, the output of `hf-cp plan` in the README, and degrees: all from recipes/write_recipes.py."""
     found = {path.name: path.read_text() for path in (ROOT / "recipes" / name).iterdir()}
     assert found == writer.files(name), "run: python recipes/write_recipes.py"
+
+
+@pytest.mark.parametrize("name", [path.name for path in RECIPES if path.name.startswith("h100")])
+def test_attention_is_computed_again_only_where_its_output_does_not_fit(name):
+    settings = yaml.safe_load((ROOT / "recipes" / name / "train.yaml").read_text())
+    if settings["keep_attention"]:
+        return
+    args = writer.plan_arguments(writer.SHIPPED[name].plan)
+    args.checkpointing = "keep_attention"
+    plan = writer.plan_command.make_plan(args)
+    degrees = (settings["ring_degree"], settings["ulysses_degree"])
+    same = [c for c in plan.candidates if (c.config.ring_degree, c.config.ulysses_degree) == degrees]
+    assert same and not any(candidate.fits for candidate in same)
+
+
+@pytest.mark.parametrize("name", writer.BY_HAND)
+def test_plans_in_the_other_readmes_are_those_of_the_planner(name):
+    text = (ROOT / "recipes" / name / "README.md").read_text()
+    assert text.count("$ hf-cp plan") == 1 and "PASSED: ring_degree=" in text
+    assert writer.with_new_plans(text) == text, "run: python recipes/write_recipes.py"
+
+
+@every_recipe
+def test_lines_for_the_shell_can_be_read(recipe):
+    """Also what a SLURM job runs inside quotes."""
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", (recipe / "README.md").read_text(), flags=re.DOTALL | re.MULTILINE)
+    lines = [block for language, block in blocks if not language and not block.startswith("$")]
+    launched = "".join(lines)
+    has_torchrun = f"--deepspeed recipes/{recipe.name}/deepspeed.json" in launched
+    assert "srun " in launched and "export " in launched and has_torchrun == ("fsdp2" not in recipe.name)
+    for text in [*lines, *re.findall(r"bash -c '(.*?)'", launched, flags=re.DOTALL)]:
+        read = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True)
+        assert (read.returncode, read.stderr) == (0, ""), text
 
 
 @every_recipe
@@ -221,7 +256,7 @@ def quickstart(tmp_path_factory) -> tuple[Path, list[str], Finished]:
     build_deepspeed_extension()
     folder = tmp_path_factory.mktemp("quickstart")
     options = write_quickstart(folder)
-    return folder, options, launch(options)
+    return folder, options, launch([*options, "--record_dir", str(folder / "record"), "--profile_steps", "2", "3"])
 
 
 def launch(options: list[str]) -> Finished:
@@ -270,6 +305,22 @@ def test_quickstart_leaves_complete_files(quickstart):
     assert not list(out.glob("*.tmp")) and not list(out.glob("checkpoint-*"))
 
 
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.timeout(600, func_only=False)
+def test_quickstart_records_for_the_report(quickstart, capsys):
+    folder, _, finished = quickstart
+    assert finished.status == 0, finished.output
+    assert hf_cp(["report", str(folder / "record"), "--no-plot", "--json", "-"]) in (0, 1)  # 1: a rank was slow
+    found = json.loads(capsys.readouterr().out)
+    assert (len(found["ranks"]), found["first_step"], found["last_step"]) == (2, 2, 6)
+    assert found["tokens_per_second"] > 0 and "ring 2" in found["run"]
+    assert sorted(path.name for path in (folder / "record").glob("trace*")) == [
+        "trace_step2_rank0.json",
+        "trace_step2_rank1.json",
+    ]
+
+
 @pytest.fixture
 def small(tmp_path, monkeypatch) -> list[str]:
     """The scaled quickstart for one process in here, which is not the launch that the recipe expects."""
@@ -278,14 +329,18 @@ def small(tmp_path, monkeypatch) -> list[str]:
 
 
 def test_a_result_that_is_not_reached_fails(small, tmp_path, capsys):
-    trainer, settings = script.set_up(
-        [*small, *"--cp_size 1 --learning_rate 0 --max_steps 1 --bf16 false --use_cpu true".split()]
-    )
+    small += "--cp_size 1 --learning_rate 0 --bf16 false --use_cpu true --save_strategy steps --save_steps 1".split()
+    trainer, settings = script.set_up([*small, "--max_steps", "1"])
     assert script.run(trainer, settings) == 1
     printed = capsys.readouterr().out
     assert "FAILED: held-out loss" in printed and "Proof: left out" in printed
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["eval_loss_before"] == summary["eval_loss_after"] and summary["loss_first_step_cp1"] is None
+    # and it goes on from its last checkpoint if asked to
+    trainer, settings = script.set_up([*small, "--max_steps", "2", "--resume_from_checkpoint", "true"])
+    assert script.run(trainer, settings) == 1
+    printed = capsys.readouterr().out
+    assert "step 1: loss" in printed and "step 2: loss" in printed and "step 0: loss" not in printed
 
 
 def test_ulysses_2_is_refused_with_the_reason_and_nothing_is_written(small, tmp_path):

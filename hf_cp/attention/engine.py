@@ -107,6 +107,6 @@ def rows_to_send(k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor) -> torch.
 
 def in_two(calls: list[TileGroup]) -> tuple[list[TileGroup], list[TileGroup]]:
     """The calls on own keys, halved by work: in the backward pass one half hides what comes, the other what goes."""
-    work = np.cumsum([sum(tile.area for tile in group.tiles) for group in calls])
+    work = np.cumsum([group.area for group in calls])
     split = int(np.searchsorted(work, work[-1] / 2)) if calls else 0
     return calls[:split], calls[split:]

@@ -27,7 +27,7 @@ def merge_(out: torch.Tensor, lse: torch.Tensor, block_out: torch.Tensor, block_
     Nothing is ever differentiated through this: backward passes use the final `out` and `lse`.
     """
     block_lse = block_lse.to(lse.dtype)
-    # two empty sides give -inf - -inf = nan: keep the zeros that are there
-    weight = torch.sigmoid(block_lse - lse).nan_to_num_(nan=0.0)
+    # two empty sides give -inf - -inf = nan: keep the zeros that are there; any other nan goes on
+    weight = torch.sigmoid(block_lse - lse).masked_fill_(block_lse == -torch.inf, 0.0)
     out.lerp_(block_out.to(out.dtype), weight.unsqueeze(-1))
     torch.logaddexp(lse, block_lse, out=lse)

@@ -118,7 +118,6 @@ class TileBackward:
 
 def _is_first_visit(visited: np.ndarray, group: TileGroup) -> bool:
     """Whether no query of the group was in one before: then its result is the sum so far, and need not be added."""
-    is_first = not any(visited[tile.q_slots].any() for tile in group.tiles)
-    for tile in group.tiles:
-        visited[tile.q_slots] = True
+    is_first = not visited[group.q_slots].any()
+    visited[group.q_slots] = True
     return is_first

@@ -17,8 +17,9 @@ from hf_cp.attention.kernels import Kernel, choose_kernel
 from hf_cp.attention.once import Once, make_now
 from hf_cp.attention.ring import Ring
 from hf_cp.attention.ulysses import attend_by_heads
-from hf_cp.config import ContextParallelConfig, check_heads
+from hf_cp.config import check_heads
 from hf_cp.parallel.mesh import ContextParallelMesh
+from hf_cp.sequence.engine import choose_engine
 from hf_cp.sequence.layout import SequenceLayout
 from hf_cp.sequence.plan import AttentionPlan, attention_plan
 
@@ -85,20 +86,6 @@ def _as_autocast(x: torch.Tensor) -> torch.Tensor:
     device = x.device.type
     is_eligible = torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype != torch.float64
     return x.to(torch.get_autocast_dtype(device)) if is_eligible else x
-
-
-def choose_engine(config: ContextParallelConfig, plan: AttentionPlan) -> str:
-    """The engine that `auto` stands for: the same on every rank, since it follows from config and plan alone.
-
-    `exchange` moves the fewest rows, but holds all that it receives at once. It is taken when that is no more than the
-    two shards which a relay holds, when a window keeps it short, or when dK/dV shall travel in the compute dtype (a
-    relay would round their sums); `p2p` otherwise.
-    """
-    if config.ring_comm != "auto":
-        return config.ring_comm
-    is_small = plan.num_shared_tokens <= 2 * plan.layout.ring_shard_length
-    is_exchange = is_small or plan.window is not None or config.grad_comm_dtype == "compute"
-    return "exchange" if is_exchange else "p2p"
 
 
 def _check(

@@ -28,6 +28,7 @@ from hf_cp.config import IGNORE_INDEX, ContextParallelConfig
 from hf_cp.data.documents import OVERFLOWS, Document, PreparedDocuments, prepare_documents
 from hf_cp.parallel.mesh import ContextParallelMesh
 from hf_cp.sequence.layout import SequenceLayout
+from hf_cp.sequence.packing import DocumentCounts
 
 logger = logging.getLogger(__name__)
 
@@ -160,11 +161,15 @@ class DataCollatorForContextParallel:
 
     def __call__(self, features: Sequence[Any]) -> dict[str, Any]:
         prepared = self.prepare(features)
-        if prepared.counts and not self._has_reported:
+        self.report(prepared.counts)
+        return self.collate(prepared.documents)[0]
+
+    def report(self, counts: DocumentCounts) -> None:
+        """Rank 0 warns of documents that were left out or cut: of the first ones that this collator meets."""
+        if counts and not self._has_reported:
             self._has_reported = True
             if os.environ.get("RANK", "0") == "0":
-                logger.info("Documents of a batch were changed: %s (later batches are not reported).", prepared.counts)
-        return self.collate(prepared.documents)[0]
+                logger.warning("Documents were left out or cut: %s (later ones are not reported).", counts)
 
     def prepare(self, features: Iterable[Any], *, allow_none: bool = False) -> PreparedDocuments:
         """Reads features by this collator's rules (tokenizer, `max_tokens`, `overflow`); see [`prepare_documents`]."""

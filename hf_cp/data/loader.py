@@ -189,7 +189,8 @@ class ContextParallelDataLoader(DataLoader):
         # and no workers, because the exchange must run in this process.
         super().__init__(rows, batch_sampler=sampler, collate_fn=self._collate_rows)
         if mesh.rank == 0:
-            logger.info("Packed %s", self.manifest)
+            # Documents that do not reach a row as they were given must be seen, whatever the log level.
+            logger.log(logging.WARNING if self.manifest.counts else logging.INFO, "Packed %s", self.manifest)
 
     @property
     def batch_size(self) -> int:

@@ -109,7 +109,10 @@ class StreamRows(IterableDataset):
         return self.outcomes(0)
 
     def outcomes(self, start: int) -> Iterator[RowOutcome]:
-        """From micro-step `start` on; rows before it are read and packed, but no batch is made of them."""
+        """From micro-step `start` on; rows before it are read and packed, but no batch is made of them.
+
+        (A Trainer that resumes skips through the loader instead, which makes the batches, too.)
+        """
         step = 0
         try:
             for rows in self._micro_steps():
@@ -168,10 +171,12 @@ class StreamRows(IterableDataset):
 
     def _prepare(self, buffer: list[Any], *, first: int, epoch: int) -> PreparedDocuments:
         try:
-            return self.collator.prepare(buffer, allow_none=True)
+            prepared = self.collator.prepare(buffer, allow_none=True)
         except ValueError as error:
             place = f"In the {len(buffer)} features of the stream from number {first:,} on (pass {epoch}): "
             raise ValueError(place + str(error)) from error
+        self.collator.report(prepared.counts)
+        return prepared
 
 
 def _digest(rows: Sequence[Sequence[Document]]) -> int:

@@ -8,6 +8,7 @@ import torch
 
 from hf_cp.parallel.collectives import gather_ints_over_cp
 from hf_cp.parallel.mesh import ContextParallelMesh
+from hf_cp.parallel.status import exchange_status
 from hf_cp.sequence.layout import SequenceLayout
 
 logger = logging.getLogger(__name__)
@@ -21,6 +22,8 @@ def check_batch(
     shift_labels: torch.Tensor | None,
     layout: SequenceLayout | None,
     mesh: ContextParallelMesh,
+    *,
+    in_lockstep: bool = False,
 ) -> None:
     """Raises if this rank's batch does not fit its layout; tells the group, and raises if the ranks' rows differ.
 
@@ -30,9 +33,13 @@ def check_batch(
 
     Args:
         tokens (`torch.Tensor`): [1, n] ids or [1, n, hidden_size] embeddings.
-        attention_mask: must be `None` or all ones; padding is the collator's business.
+        attention_mask: must be `None` or all ones of [1, n]; padding is the collator's business. A mask of pairs of
+            tokens, whatever it says, would be ignored: attention is causal within each document.
         labels, shift_labels (`torch.Tensor`, *optional*): [1, n]; with labels there must be shift_labels.
         layout (`SequenceLayout`, *optional*): of the row.
+        in_lockstep (`bool`, *optional*, defaults to `False`): all ranks of the world call the same modules, as where
+            weights are gathered from all of them for each call. Then they all compare, and the row gets the
+            `lockstep_length` of the longest one.
 
     Raises:
         ValueError: this rank's batch is at fault, or the rows of the group differ.
@@ -46,6 +53,12 @@ def check_batch(
         return
     if fault is not None:
         logger.error("cp_rank %d of %d: %s", mesh.cp_rank, mesh.cp_size, fault)  # in case that a peer never comes
+    if in_lockstep and mesh.dp_size > 1:
+        error = None if fault is None else ValueError(fault)
+        digest, size = (0, 0) if layout is None else (_digest(layout), layout.local_length)
+        longest = exchange_status("row", mesh=mesh, digest=digest, error=error, size=size)
+        layout.lockstep_length = longest
+        return
     peers = gather_ints_over_cp([fault is not None, 0 if layout is None else _digest(layout)], mesh)
     if fault is not None:
         raise ValueError(fault)
@@ -60,7 +73,7 @@ def check_batch(
             f"The ranks of one context-parallel group hold different rows: their digests by cp_rank "
             f"are {[f'{digest & (2**64 - 1):016x}' for _, digest in peers]}, here {layout}.\n"
             "  Every rank of a group must shard the same documents: use this package's loader, or one sampler seed "
-            "for the group."
+            "for the group (accelerator.prepare deals other batches of a loader to every rank)."
         )
 
 
@@ -107,9 +120,21 @@ def _local_fault(
             "The batch has labels but no shift_labels: on a shard the next token may be on another rank.\n"
             "  Shift before sharding, as DataCollatorForContextParallel does."
         )
-    if attention_mask is not None and not bool((attention_mask == 1).all()):
+    return None if attention_mask is None else _mask_fault(attention_mask, expected)
+
+
+def _mask_fault(attention_mask: torch.Tensor, expected: tuple[int, int]) -> str | None:
+    shape = getattr(attention_mask, "shape", None)  # transformers takes a dict of masks as well
+    if shape != expected:
+        named = type(attention_mask).__name__ if shape is None else f"of shape {tuple(shape)}"
         return (
-            f"attention_mask of shape {tuple(attention_mask.shape)} is not all ones. Padding and documents are in the "
-            "layout: let DataCollatorForContextParallel strip padded tokens, and drop the mask."
+            f"attention_mask ({named}) is not one number for each of the {expected[1]} slots. Attention is causal "
+            "within each document here, and would ignore any other pattern.\n"
+            "  Drop the mask. A model with bidirectional, prefix or other attention cannot be split."
+        )
+    if not bool((attention_mask == 1).all()):
+        return (
+            f"attention_mask of shape {expected} is not all ones. Padding and documents are in the layout: let "
+            "DataCollatorForContextParallel strip padded tokens, and drop the mask."
         )
     return None

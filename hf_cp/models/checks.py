@@ -55,12 +55,21 @@ def check_model(model: nn.Module, base: PreTrainedModel, config: ContextParallel
             f"{name} has router_jitter_noise={settings.router_jitter_noise}; its random factors would differ from "
             "those of one process. Set router_jitter_noise to 0.0 in the config that the model is made from."
         )
-    tp_size = getattr(base, "tp_size", None)
-    if tp_size is not None and tp_size > 1:
-        raise ValueError(
-            f"{name} is tensor-parallel (tp_size={tp_size}), which is not supported yet. Load it with tp 1."
-        )
+    _check_not_distributed(base, name)
     _check_adapters(model)
+
+
+def _check_not_distributed(base: PreTrainedModel, name: str) -> None:
+    """Refuses what `from_pretrained` has split by a `DistributedConfig` or `tp_plan`."""
+    settings = getattr(base.config, "distributed_config", None)
+    sizes = {axis: getattr(settings, axis, None) for axis in ("pp_size", "ep_size", "fsdp_size", "dp_replicate_size")}
+    sizes["tp_size"] = getattr(base, "tp_size", None)
+    split = [f"{axis}={size}" for axis, size in sizes.items() if size is not None and size > 1]
+    if split:
+        raise ValueError(
+            f"{name} was split over processes when it was loaded ({', '.join(split)}), which is not supported yet.\n"
+            "  Load it without distributed_config and tp_plan; let accelerate shard it (FSDP 2 or DeepSpeed ZeRO)."
+        )
 
 
 def _check_adapters(model: nn.Module) -> None:

@@ -1,7 +1,8 @@
 """Cross-entropy on the local shard, `lm_head` included, without ever holding the logits of a whole shard.
 
 The shard is cut into chunks; a chunk's logits exist only while its losses are computed, and once more in the backward
-pass (activation checkpointing); a single chunk is not computed again. `lm_head` is called as the module it is, so ties, LoRA and parameter gathering work.
+pass (activation checkpointing); those of a single chunk are kept. `lm_head` is called as the module it is, so ties,
+LoRA and parameter gathering work.
 
 With W = dp x cp ranks whose gradients are averaged, N targets in all, and S_r the sum of rank r's token losses, the
 gradient of the global token mean (sum of all S_r) / N is the average of d(S_r W / N).

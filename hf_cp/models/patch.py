@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -232,6 +233,9 @@ def _wrap_forward(original: Callable) -> Callable:
                 return rebound(original, self)(*args, **kwargs)
         return _forward(self, state, hf_cp_layout, *args, **kwargs)
 
+    # accelerate's unwrap_model(keep_fp32_wrapper=False) follows __wrapped__ to its end: that must be this function
+    forward.__signature__ = inspect.signature(forward)
+    del forward.__wrapped__
     return forward
 
 
@@ -256,7 +260,8 @@ def _forward(
         _refuse_tuples(model, kwargs.get("return_dict"))
     state.mesh.traffic.note_forward()
     tokens = kwargs.get("inputs_embeds") if input_ids is None else input_ids
-    check_batch(tokens, attention_mask, labels, shift_labels, layout, state.mesh)
+    is_partitioned = hasattr(next(model.parameters()), "ds_id")  # ZeRO-3: every module call gathers from the world
+    check_batch(tokens, attention_mask, labels, shift_labels, layout, state.mesh, in_lockstep=is_partitioned)
     if position_ids is None:
         position_ids = layout.position_ids(state.mesh.cp_rank).to(tokens.device).unsqueeze(0)
     kwargs |= {"position_ids": position_ids, "hf_cp_layout": layout, "use_cache": False}

@@ -63,7 +63,8 @@ class Watched:
         during (`str`, *optional*): the work that it belongs to; by default what `mesh.place` says.
 
     Raises:
-        CommunicationError: from the library's error. Lack of memory stays what it is.
+        CommunicationError: from the library's error. Lack of memory, and a kernel that failed before, stay what
+            they are.
     """
 
     __slots__ = ("axis", "during", "mesh", "what")
@@ -75,7 +76,7 @@ class Watched:
         pass
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        is_ours = isinstance(error, CommunicationError | torch.OutOfMemoryError)
+        is_ours = isinstance(error, CommunicationError | torch.OutOfMemoryError | torch.AcceleratorError)
         if isinstance(error, RuntimeError) and not is_ours:
             raise CommunicationError(self._message(error)) from error
 

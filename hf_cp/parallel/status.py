@@ -83,15 +83,14 @@ def exchange_status(
     reports = _gather(Report(status, step, digest, mesh.dp_rank, size), what, mesh)
     if any(report.status == Status.ERROR for report in reports):
         _raise_error(error, what, step, mesh)
-    expected = reports[0]
+    expected, first = reports[0], {}
     for rank, report in enumerate(reports):
         if (report.status, report.step) != (expected.status, expected.step):
             raise RuntimeError(
                 f"The ranks are at different places in the data: rank 0 is at {_place(expected)}, rank {rank} at "
                 f"{_place(report)}.\n  Every rank must take the same number of batches from its loader."
             )
-    for rank, report in enumerate(reports):
-        peer = 0 if scope == "world" else next(r for r, other in enumerate(reports) if other.dp_rank == report.dp_rank)
+        peer = 0 if scope == "world" else first.setdefault(report.dp_rank, rank)
         if report.digest != reports[peer].digest:
             _raise_difference(what, step, (peer, reports[peer]), (rank, report), scope)
     return max(report.size for report in reports)

@@ -1,7 +1,8 @@
 """What a GPU can do: memory, sustained arithmetic, links.
 
 The table holds data-sheet numbers times the share that long training runs sustain. `hf-cp bench` measures the real
-ones; a file with the same keys replaces any of them.
+ones; a file with the same keys replaces any of them. Invariant: a device knows which of its numbers were measured, and
+how far each may be off.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 GIB = 2**30
+ASSUMED_ERROR = 0.25  # of a rate of the table, relative: what runs sustain differs by about as much
+MEASURED_ERROR = 0.05  # of a measured one, at least: a training step is not the benchmark
 
 
 @dataclass(frozen=True)
@@ -27,10 +30,12 @@ class Device:
         attention_tflops (`float`): sustained by the attention kernel, forward and backward together, in TFLOP/s.
         intra_gbs, inter_gbs (`float`): GB/s that one process sends inside a node, and between nodes.
         intra_latency, inter_latency (`float`): seconds before the first byte of a message.
-        intra_overlap, inter_overlap (`float`): share of a transfer's time that arithmetic beside it hides, from 0 to 1.
-            Below 1 where sending needs the processor that computes, as with gloo on CPUs.
+        intra_overlap, inter_overlap (`float`): share of a transfer's time that arithmetic beside it hides, 0 to 1;
+            below 1 where sending needs the processor that computes, as with gloo on CPUs.
         half_efficiency_tokens (`float`): blocks of so many tokens reach half of the kernel's sustained rate.
-        is_measured (`bool`): whether attention and links come from `hf-cp bench`.
+        attention_error, matmul_error, intra_error, inter_error (`float`): relative errors of the rates.
+        is_measured (`bool`): whether numbers come from `hf-cp bench` or another measurement.
+        measured (sequence of `str`): which ones; empty with `is_measured`: all.
     """
 
     name: str
@@ -45,7 +50,16 @@ class Device:
     intra_overlap: float = 1.0
     inter_overlap: float = 1.0
     half_efficiency_tokens: float = 512.0
+    attention_error: float = ASSUMED_ERROR
+    matmul_error: float = ASSUMED_ERROR
+    intra_error: float = ASSUMED_ERROR
+    inter_error: float = ASSUMED_ERROR
     is_measured: bool = False
+    measured: tuple[str, ...] = ()
+
+    def is_field_measured(self, name: str) -> bool:
+        """Whether this number was measured; the others are the table's or the user's."""
+        return self.is_measured and (not self.measured or name in self.measured)
 
 
 def _data_sheet(name: str, memory_gib: float, peak: float, nvlink: float, network: float) -> Device:
@@ -91,7 +105,8 @@ def find_device(which: str | Device, *, measured: str | Path | None = None) -> D
     Args:
         which (`str` or `Device`): "h100", ..., or the path of a JSON file, which may name a `base` device of the
             table; a `Device` is taken as it is.
-        measured (path, *optional*): `bench.json` of `hf-cp bench`; its `device` section wins.
+        measured (path, *optional*): `bench.json` of `hf-cp bench`; its `device` section wins, and the errors of rates
+            are what its `calibration` section shows.
 
     Raises:
         ValueError: no such device or field.
@@ -100,11 +115,27 @@ def find_device(which: str | Device, *, measured: str | Path | None = None) -> D
     if device is None:
         device = _from_file(Path(which))
     if measured is not None:
-        section = _read_object(Path(measured), "the bench.json of `hf-cp bench`").get("device")
+        content = _read_object(Path(measured), "the bench.json of `hf-cp bench`")
+        section = content.get("device")
         if not isinstance(section, dict):
             raise ValueError(f"{measured} has no 'device' section. Give a bench.json that `hf-cp bench` has written.")
-        device = _replace(device, section, source=str(measured))
+        errors = _measured_errors(section, content.get("calibration", {}))
+        device = _replace(device, {"is_measured": True, **errors, **section}, source=str(measured))
     return device
+
+
+def _measured_errors(section: dict, calibration: dict) -> dict[str, float]:
+    """Relative errors of the measured rates: half of p10 to p90, or the residual of a link's fit."""
+    errors = {}
+    for name in ("attention", "matmul"):
+        if f"{name}_tflops" in section:
+            spread = calibration.get(name, {"p10": 1.0, "median": 1.0, "p90": 1.0})
+            errors[f"{name}_error"] = max(MEASURED_ERROR, (spread["p90"] - spread["p10"]) / 2 / spread["median"])
+    for name, in_node in (("intra", True), ("inter", False)):
+        if f"{name}_gbs" in section:
+            residuals = [link["residual"] for link in calibration.get("links", ()) if link["in_node"] is in_node]
+            errors[f"{name}_error"] = max([MEASURED_ERROR, *residuals])
+    return errors
 
 
 def _from_file(path: Path) -> Device:
@@ -119,7 +150,7 @@ def _from_file(path: Path) -> Device:
     if base is not None:
         return _replace(find_device(str(base)), values, source=str(path))
     try:
-        return Device(**{"name": path.stem, **values})
+        return Device(**{"name": path.stem, **values, "measured": _measured_fields(values)})
     except TypeError as error:
         raise ValueError(
             f"{path} does not describe a device: {error}. The fields are {', '.join(_fields())}."
@@ -140,7 +171,13 @@ def _replace(device: Device, values: dict, *, source: str) -> Device:
     unknown = sorted(set(values) - set(_fields()))
     if unknown:
         raise ValueError(f"{source} sets {', '.join(unknown)} of a device. The fields are {', '.join(_fields())}.")
-    return dataclasses.replace(device, **values)
+    measured = tuple(dict.fromkeys((*device.measured, *_measured_fields(values))))
+    return dataclasses.replace(device, **{**values, "measured": measured})
+
+
+def _measured_fields(values: dict) -> tuple[str, ...]:
+    """The numbers of a file that says that it was measured."""
+    return tuple(name for name in values if name not in ("name", "is_measured")) if values.get("is_measured") else ()
 
 
 def _fields() -> list[str]:

@@ -20,6 +20,7 @@ BUCKET_ELEMENTS = 5e8  # DeepSpeed's default reduce and all-gather buckets
 OVERHEAD_BYTES = 2.5e9  # CUDA context, NCCL, cuBLAS workspaces, allocator slack: an assumption
 
 CHECKPOINTING = ("none", "full", "keep_attention", "offload")
+KEEPS_ATTENTION = ("keep_attention", "offload")  # what `ContextParallelConfig.keep_attention` says; or all is kept
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Training:
         zero_stage (`int`): 0 to 3; FSDP2 counts as 3.
         lora_r (`int`): rank of adapters on all linear layers; 0 trains all weights.
         checkpointing (`str`): "none", "full" (a layer's input is kept), "keep_attention" (and attention's output), or
-            "offload" (what is kept goes to the host).
+            "offload" (the same two, in host memory).
         itemsize (`int`): bytes of weights and activations.
         loss_chunk_tokens (`int`): tokens whose logits exist at the same time.
         mlp_chunk_tokens (`int`, *optional*): tokens of a feed-forward chunk.
@@ -67,6 +68,7 @@ class Memory:
 
     @property
     def total(self) -> float:
+        """All parts, as if they were alive together; logits go before a layer is recomputed, so rather too much."""
         return sum(vars(self).values())
 
     @property
@@ -112,7 +114,7 @@ def layer_bytes(model: ModelShape, training: Training) -> int:
     heads = model.num_heads + model.num_kv_heads if model.has_qk_norm else 0
     norms = 2 * (norm_bytes(training, h) + b * h) + heads * norm_bytes(training, model.head_dim)
     adapters = training.lora_r * model.num_linear * b
-    return 4 * model.intermediate_size * b + norms + attention_bytes(model, b) + adapters
+    return mlp_bytes(model, training) + norms + attention_bytes(model, b) + adapters
 
 
 def norm_bytes(training: Training, size: int) -> int:
@@ -123,35 +125,62 @@ def norm_bytes(training: Training, size: int) -> int:
 def saved_bytes(model: ModelShape, training: Training, *, local_tokens: int, ulysses_degree: int = 1) -> float:
     """What the forward pass keeps on the device for the backward pass.
 
-    With checkpointing a layer keeps its input; `keep_attention` also out and log-sum-exp, and, under Ulysses, the
-    traded q, k, v (with L = lcm(G, u) K/V heads). At the end: the final norm, and cos and sin of the positions.
+    With checkpointing a layer keeps its input, and maybe what [`kept_attention_bytes`] says; without it, everything
+    but the inside of a tiled feed-forward. At the end: the final norm, and cos and sin of the positions.
     """
     b, h = training.itemsize, model.hidden_size
     ends = norm_bytes(training, h) + b * h + 2 * b * model.head_dim + 16
     if training.checkpointing == "none":
         frozen_start = FP32 * h if training.lora_r else 0  # nothing before the first norm is trained: no input is kept
-        return local_tokens * (model.num_layers * layer_bytes(model, training) + ends - frozen_start)
-    kept = 0 if training.checkpointing == "offload" else b * h
-    if training.checkpointing == "keep_attention":
-        kept += b * model.num_heads * model.head_dim + FP32 * model.num_heads
-        if ulysses_degree > 1:
-            kv_heads = lcm(model.num_kv_heads, ulysses_degree)
-            kept += b * model.head_dim * (model.num_heads + 2 * kv_heads)
-    return local_tokens * (model.num_layers * kept + ends)
+        layer = layer_bytes(model, training) + ulysses_extra_bytes(model, training, ulysses_degree)
+        if training.mlp_chunk_tokens:
+            layer -= mlp_bytes(model, training)
+        return local_tokens * (model.num_layers * layer + ends - frozen_start)
+    if training.checkpointing == "offload":
+        return local_tokens * ends
+    kept = kept_attention_bytes(model, training, ulysses_degree) if training.checkpointing in KEEPS_ATTENTION else 0
+    return local_tokens * (model.num_layers * (b * h + kept) + ends)
 
 
-def recomputed_bytes(model: ModelShape, training: Training, *, local_tokens: int) -> float:
-    """Activations of the one layer that is being recomputed, its inputs on their way back from the host included.
+def mlp_bytes(model: ModelShape, training: Training) -> int:
+    """Kept per token by the inside of a feed-forward part: gate, its activation, up, their product."""
+    return 4 * model.intermediate_size * training.itemsize
 
-    A tiled feed-forward holds 4 I elements of a chunk only, and the fp32 sums of its three weights' gradients.
+
+def kept_attention_bytes(model: ModelShape, training: Training, ulysses_degree: int) -> int:
+    """Kept per token of a checkpointed layer's attention: out and log-sum-exp; under Ulysses all that it saves."""
+    if ulysses_degree > 1:
+        extra = ulysses_extra_bytes(model, training, ulysses_degree)
+        return attention_bytes(model, training.itemsize) + extra
+    return training.itemsize * model.num_heads * model.head_dim + FP32 * model.num_heads
+
+
+def ulysses_extra_bytes(model: ModelShape, training: Training, ulysses_degree: int) -> int:
+    """What a layer keeps per token under Ulysses besides the usual: out before and after the second all-to-all, and
+    the copies of K/V heads, L = lcm(G, u) of them in all, where u does not divide them."""
+    copies = lcm(model.num_kv_heads, ulysses_degree) - model.num_kv_heads
+    out = model.num_heads if ulysses_degree > 1 else 0
+    return (out + 2 * copies) * model.head_dim * training.itemsize
+
+
+def recomputed_bytes(model: ModelShape, training: Training, *, local_tokens: int, ulysses_degree: int = 1) -> float:
+    """Activations of the one layer that is being recomputed, without what is kept of it on the device already.
+
+    With offload the layer's input comes back. A tiled feed-forward holds 4 I elements of a chunk only, and the fp32
+    sums of its three weights' gradients.
     """
-    if training.checkpointing == "none":
-        return 0.0
-    b, mlp = training.itemsize, 4 * model.intermediate_size * training.itemsize
     chunk = min(local_tokens, training.mlp_chunk_tokens or local_tokens)
-    on_the_way = 2 * b * model.hidden_size if training.checkpointing == "offload" else 0
-    sums = _sum_bytes(training, 3 * model.hidden_size * model.intermediate_size, num_parts=-(-local_tokens // chunk))
-    return local_tokens * (layer_bytes(model, training) - mlp + on_the_way) + chunk * mlp + sums
+    num_parts = -(-local_tokens // chunk)
+    sums = _sum_bytes(training, 3 * model.hidden_size * model.intermediate_size, num_parts=num_parts)
+    mlp = mlp_bytes(model, training)
+    if training.checkpointing == "none":
+        return chunk * mlp + sums if training.mlp_chunk_tokens else 0.0
+    per_token = layer_bytes(model, training) - mlp + ulysses_extra_bytes(model, training, ulysses_degree)
+    if training.checkpointing == "keep_attention":
+        per_token -= kept_attention_bytes(model, training, ulysses_degree)
+    elif training.checkpointing == "offload":
+        per_token += training.itemsize * model.hidden_size
+    return local_tokens * per_token + chunk * mlp + sums
 
 
 def logits_bytes(model: ModelShape, training: Training, *, local_tokens: int) -> float:
@@ -204,7 +233,7 @@ def run_memory(
         gradients,
         optimizer,
         saved_bytes(model, training, local_tokens=local_tokens, ulysses_degree=ulysses_degree),
-        recomputed_bytes(model, training, local_tokens=local_tokens),
+        recomputed_bytes(model, training, local_tokens=local_tokens, ulysses_degree=ulysses_degree),
         logits_bytes(model, training, local_tokens=local_tokens),
         buffers,
         OVERHEAD_BYTES,

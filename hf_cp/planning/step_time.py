@@ -9,7 +9,7 @@ Dimensions: n = local tokens, T = n * u = tokens of a ring shard, u = ulysses_de
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from math import inf, sqrt
 
@@ -17,9 +17,18 @@ from hf_cp.config import ContextParallelConfig
 from hf_cp.planning.devices import Device
 from hf_cp.planning.memory import Training, trainable_parameters
 from hf_cp.planning.model_shape import ModelShape
-from hf_cp.sequence.costs import BACKWARD_FLOPS, AttentionShape, attention_flops, ring_bytes, ulysses_bytes
+from hf_cp.sequence.costs import (
+    BACKWARD_FLOPS,
+    AttentionShape,
+    attention_flops,
+    ring_bytes,
+    ring_rows,
+    row_elements,
+    ulysses_bytes,
+)
+from hf_cp.sequence.engine import choose_engine
 from hf_cp.sequence.layout import SequenceLayout
-from hf_cp.sequence.plan import AttentionPlan
+from hf_cp.sequence.plan import AttentionPlan, attention_plan
 
 SAMPLED_RANKS = 8  # ring ranks whose work is looked at; layouts balance it to about 1 %
 TERA, GIGA = 1e12, 1e9
@@ -27,13 +36,15 @@ TERA, GIGA = 1e12, 1e9
 
 @dataclass(frozen=True)
 class Link:
-    """One process's way out over an axis."""
+    """One process's way out over an axis; `error` is how far its speed may be off, relative."""
 
     bytes_per_second: float
     latency: float
     overlap: float = 1.0
+    error: float = 0.0
 
     def seconds(self, num_bytes: float, messages: int = 1) -> float:
+        """Of so many bytes in so many messages, one after another; nothing to send takes no time."""
         return messages * self.latency + num_bytes / self.bytes_per_second if num_bytes else 0.0
 
     def exposed(self, seconds: float, compute: float) -> float:
@@ -66,10 +77,12 @@ class AttentionCost:
 
     @property
     def ring_bytes(self) -> float:
+        """Bytes that leave the rank over the ring axis, in both passes."""
         return self.forward.ring_bytes + self.backward.ring_bytes
 
     @property
     def ulysses_bytes(self) -> float:
+        """Bytes that leave the rank in all-to-alls, in both passes."""
         return self.forward.ulysses_bytes + self.backward.ulysses_bytes
 
 
@@ -82,14 +95,38 @@ class Cluster:
     gpus_per_node: int
 
     def link(self, span: int) -> Link:
-        """The link between neighbours of a group of `span` consecutive processes."""
+        """The slowest link between neighbours of the groups of `span` consecutive processes."""
         device = self.device
-        if span <= self.gpus_per_node:
-            return Link(device.intra_gbs * GIGA, device.intra_latency, device.intra_overlap)
-        return Link(device.inter_gbs * GIGA, device.inter_latency, device.inter_overlap)
+        if self.is_in_node(span):
+            return Link(device.intra_gbs * GIGA, device.intra_latency, device.intra_overlap, device.intra_error)
+        return Link(device.inter_gbs * GIGA, device.inter_latency, device.inter_overlap, device.inter_error)
+
+    def link_to_all(self, size: int, span: int) -> Link:
+        """The way out to all others of a group of `size` in `span` consecutive processes, some maybe on the own node.
+
+        Of the size - 1 parts of what is sent, only those for other nodes take the slow link; the others travel at the
+        same time.
+        """
+        slow, device = self.link(span), self.device
+        if self.is_in_node(span):
+            return slow
+        is_regular = span % self.gpus_per_node == 0
+        own_node = max(1, self.gpus_per_node * size // span) if is_regular else 1
+        crossing = (size - own_node) / (size - 1)
+        inside = device.intra_gbs * GIGA / (1 - crossing) if crossing < 1 else inf
+        return replace(slow, bytes_per_second=min(slow.bytes_per_second / crossing, inside))
+
+    def is_in_node(self, span: int) -> bool:
+        """Whether each group of `span` consecutive processes is on one node.
+
+        Group i begins at process i * span: all groups keep to a node exactly if `span` divides its processes. With 8
+        a node, the third group of 3 would be on two.
+        """
+        return self.gpus_per_node % span == 0 or (self.num_nodes == 1 and span <= self.num_gpus)
 
     @property
     def num_nodes(self) -> int:
+        """Nodes, the last one maybe not full."""
         return -(-self.num_gpus // self.gpus_per_node)
 
 
@@ -99,7 +136,7 @@ class RowCost:
 
     Args:
         doc_lengths (`tuple[int, ...]`): the row.
-        config (`ContextParallelConfig`): with a concrete `ring_comm`.
+        config (`ContextParallelConfig`): degrees, engine (`auto` is priced as what it takes for this row), layout.
         model (`ModelShape`), training (`Training`), cluster (`Cluster`): what runs, how, and where.
     """
 
@@ -111,20 +148,36 @@ class RowCost:
 
     @cached_property
     def layout(self) -> SequenceLayout:
+        """Where the row's tokens are."""
         return SequenceLayout(self.doc_lengths, self.config)
 
     @cached_property
     def shape(self) -> AttentionShape:
+        """The sizes of an attention layer, as they are computed with and as they travel."""
         model, b = self.model, self.training.itemsize
         grad = b if self.config.grad_comm_dtype == "compute" else max(4, b)
         return AttentionShape(model.num_heads, model.num_kv_heads, model.head_dim, b, grad)
 
+    def with_engine(self, ring_comm: str) -> RowCost:
+        """The same row with another engine; the layout, which does not depend on it, and its plans are shared."""
+        other = replace(self, config=replace(self.config, ring_comm=ring_comm))
+        other.__dict__["layout"] = self.layout
+        return other
+
+    @cached_property
+    def engines(self) -> tuple[str, ...]:
+        """What moves keys and values over the ring axis: one engine, or two where windows differ; none without."""
+        if self.config.ring_degree == 1:
+            return ()
+        plans = [attention_plan(self.layout, window=window) for window, _ in self.model.windows]
+        return tuple(dict.fromkeys(choose_engine(self.config, plan) for plan in plans))
+
     def attention(self, window: int | None) -> AttentionCost:
         """One layer with this window."""
-        plan, config = AttentionPlan(self.layout, window=window), self.config
+        plan, config = attention_plan(self.layout, window=window), self.config
         ring = _ring(self, plan)
         traded = ulysses_bytes(self.shape, local_length=self.layout.local_length, ulysses_degree=config.ulysses_degree)
-        link = self.cluster.link(config.ulysses_degree)
+        link = self.cluster.link_to_all(config.ulysses_degree, config.ulysses_degree)
         # two all-to-alls a pass; with groups of heads only the first group waits, the others travel beside attention
         trade = link.seconds(traded, 2 * (config.ulysses_degree - 1))
         first = trade / config.head_chunks
@@ -143,32 +196,44 @@ class RowCost:
         """(forward, backward) of linear layers and output head: 2 operations per weight and token in the forward pass.
 
         Backward: 2 for the inputs, and 2 for the weights if they are trained. Recomputation repeats the forward pass
-        of layers (not attention, if its output is kept); the head's is repeated always.
+        of layers (not attention, if its output is kept), or of a feed-forward part in chunks; the head's is repeated
+        always.
         """
         rate = self.cluster.device.matmul_tflops * TERA
         tokens, model = self.layout.local_length, self.model
         layers = 2.0 * model.linear_parameters * tokens / rate
         head = 2.0 * model.vocab_size * model.hidden_size * tokens / rate
         trained = 1 if self.training.lora_r else 2
-        repeats = 0 if self.training.checkpointing == "none" else 1
+        repeats = 1.0
+        if self.training.checkpointing == "none":
+            mlp = 3 * model.hidden_size * model.intermediate_size * model.num_layers
+            repeats = mlp / model.linear_parameters if self.training.mlp_chunk_tokens else 0.0
         return layers + head, layers * (trained + repeats) + head * (trained + 1)
 
     def step(self) -> StepTime:
         """One micro-step of one row."""
         attention, (dense_forward, dense_backward) = self.layers(), self.dense_seconds()
         backward = attention.backward
-        if self.training.checkpointing in ("full", "offload"):  # attention is computed again, with its communication
+        if self.training.checkpointing == "full":  # attention is computed again, with its communication
             backward = backward + attention.forward
         zero_link = self.cluster.link(self.cluster.num_gpus)
         gather, reduce = self._zero_seconds(zero_link)
         forward_compute = attention.forward.compute + dense_forward
         backward_compute = backward.compute + dense_backward
         zero = zero_link.exposed(gather, forward_compute) + zero_link.exposed(gather + reduce, backward_compute)
+        device, both, dense = self.cluster.device, attention.forward + backward, dense_forward + dense_backward
+        errors = (
+            device.attention_error * both.compute,
+            device.matmul_error * dense,
+            self.cluster.link(self.config.cp_size).error * both.exposed,
+            zero_link.error * zero,
+        )
         return StepTime(
-            compute=forward_compute + backward_compute,
-            exposed=attention.forward.exposed + backward.exposed + zero,
-            ring_bytes=attention.forward.ring_bytes + backward.ring_bytes,
-            ulysses_bytes=attention.forward.ulysses_bytes + backward.ulysses_bytes,
+            compute=both.compute + dense,
+            exposed=both.exposed + zero,
+            ring_bytes=both.ring_bytes,
+            ulysses_bytes=both.ulysses_bytes,
+            error=sum(errors),
         )
 
     def _zero_seconds(self, link: Link) -> tuple[float, float]:
@@ -183,21 +248,31 @@ class RowCost:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds and bytes of one micro-step on the busiest rank."""
+    """Seconds and bytes of one micro-step on the busiest rank of a row.
+
+    Attributes:
+        compute, exposed (`float`): seconds of arithmetic, and of communication that nothing hides.
+        ring_bytes, ulysses_bytes (`float`): what leaves the rank over the two axes.
+        error (`float`): seconds that the step may be off if every rate is off by its error in the same direction.
+        waiting (`float`): seconds until the costliest row of the micro-step is done.
+    """
 
     compute: float
     exposed: float
     ring_bytes: float
     ulysses_bytes: float
+    error: float = 0.0
+    waiting: float = 0.0
 
     @property
     def seconds(self) -> float:
-        return self.compute + self.exposed
+        """From the start of the micro-step until all data-parallel ranks are done."""
+        return self.compute + self.exposed + self.waiting
 
 
 def _ring(row: RowCost, plan: AttentionPlan) -> AttentionCost:
     """The ring axis: what each engine overlaps, from the areas of the plan."""
-    size, comm = row.config.ring_degree, row.config.ring_comm
+    size, comm = row.config.ring_degree, choose_engine(row.config, plan)
     ranks = sorted({round(i * (size - 1) / max(1, SAMPLED_RANKS - 1)) for i in range(SAMPLED_RANKS)})
     rank = max(ranks, key=plan.area)
     per_step = [plan.pair_area(rank, (rank - step) % size) for step in range(size)]
@@ -207,12 +282,19 @@ def _ring(row: RowCost, plan: AttentionPlan) -> AttentionCost:
     if size == 1 or not plan.needs_traffic:
         return AttentionCost(Pass(sum(forward)), Pass(sum(backward)))
     kv_bytes, both = ring_bytes(row.shape, plan, rank, comm)
-    grad_bytes = both - kv_bytes
-    link = row.cluster.link(row.config.cp_size)
     if comm == "p2p":
-        exposed = _relay(forward, backward, kv_bytes / (size - 1), grad_bytes / (size - 1), link)
+        link = row.cluster.link(row.config.cp_size)
+        exposed = _relay(forward, backward, kv_bytes / (size - 1), (both - kv_bytes) / (size - 1), link)
     else:
-        exposed = _at_once(forward, backward, kv_bytes, grad_bytes, link, size - 1)
+        link = row.cluster.link_to_all(size, row.config.cp_size)
+        # an exchange takes as long as the fullest way in or out: a zigzagged document's first rank sees what all the
+        # others hold, though together they send 75 % of it
+        busiest = max(max(ring_rows(plan, rank, comm)) for rank in ranks) * row_elements(
+            row.shape, row.config.ulysses_degree
+        )
+        exposed = _at_once(
+            forward, backward, busiest * row.shape.itemsize, busiest * row.shape.grad_itemsize, link, size - 1
+        )
     return AttentionCost(Pass(sum(forward), exposed[0], kv_bytes), Pass(sum(backward), exposed[1], both))
 
 

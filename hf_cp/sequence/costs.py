@@ -63,11 +63,15 @@ def ring_rows(plan: AttentionPlan, ring_rank: int, ring_comm: str) -> tuple[int,
 
 def ring_bytes(shape: AttentionShape, plan: AttentionPlan, ring_rank: int, ring_comm: str) -> tuple[int, int]:
     """(forward, backward): rows of 2 D L / u elements; K/V travel in both passes, dK/dV in the backward pass."""
-    degree = plan.layout.ulysses_degree
-    row = 2 * shape.head_dim * lcm(shape.num_kv_heads, degree) // degree
+    row = row_elements(shape, plan.layout.ulysses_degree)
     kv_rows, grad_rows = ring_rows(plan, ring_rank, ring_comm)
     forward = row * kv_rows * shape.itemsize
     return forward, forward + row * grad_rows * shape.grad_itemsize
+
+
+def row_elements(shape: AttentionShape, ulysses_degree: int) -> int:
+    """Of a row of K and V, or of dK and dV, on the ring axis: 2 D L / u."""
+    return 2 * shape.head_dim * lcm(shape.num_kv_heads, ulysses_degree) // ulysses_degree
 
 
 def attention_flops(shape: AttentionShape, area: int) -> tuple[float, float]:

@@ -21,6 +21,8 @@ NOTHING = -1  # no document
 _ENOUGH = 0.991  # mean over largest area of a rank
 _PADDING = 0.0048  # largest over mean number of tokens of a rank, minus 1
 _MOST_CUTS = 64  # beside the longest documents; keeps the search short with many ranks
+_MOST_TRADED = 512  # documents of a rank that are looked at for a trade: all pairs of two ranks' are compared
+_MOST_TRADES = 512
 
 
 class Loads(NamedTuple):
@@ -88,9 +90,9 @@ def _place(documents: Loads, ranks: Loads, whole: np.ndarray) -> np.ndarray:
 
 def _trade(documents: Loads, ranks: Loads, owners: np.ndarray) -> None:
     """Evens out `ranks`, in place: the fullest rank gives a document to the emptiest, for another one or for none."""
-    for _ in range(len(owners)):
+    for _ in range(min(len(owners), _MOST_TRADES)):
         full, empty = int(ranks.fullness.argmax()), int(ranks.fullness.argmin())
-        given, taken = np.flatnonzero(owners == full), np.append(np.flatnonzero(owners == empty), NOTHING)
+        given, taken = _some(owners == full, documents), np.append(_some(owners == empty, documents), NOTHING)
         if ranks.is_even or len(given) == 0:
             return
         moved = [  # what leaves the fuller rank, [given, taken]
@@ -107,6 +109,15 @@ def _trade(documents: Loads, ranks: Loads, owners: np.ndarray) -> None:
         for m, load in zip(moved, ranks, strict=True):
             load[full] -= m[a, b]
             load[empty] += m[a, b]
+
+
+def _some(is_wanted: np.ndarray, documents: Loads) -> np.ndarray:
+    """The wanted documents in order; of more than `_MOST_TRADED`, as many of all lengths."""
+    docs = np.flatnonzero(is_wanted)
+    if len(docs) <= _MOST_TRADED:
+        return docs
+    by_length = docs[np.argsort(documents.tokens[docs], kind="stable")]
+    return np.sort(by_length[np.linspace(0, len(docs) - 1, _MOST_TRADED).astype(np.int64)])
 
 
 def _cut_more(doc_lengths: np.ndarray, documents: Loads, ranks: Loads, owners: np.ndarray) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 from hf_cp.sequence.layout import Segments, ranges
 
 UNBOUNDED = 2**60  # stands for None in arrays; longer than any row
+MOST_JOINED = 256  # tiles of one kernel call; flash-attn's workspace grows by 128 fp32 queries with each of them
 
 
 class Tile(NamedTuple):
@@ -175,23 +176,33 @@ def cut_for_causal_kernel(tile: Tile) -> Iterator[Tile]:
 
 
 def join_for_varlen_kernel(tiles: Iterable[Tile]) -> list[list[Tile]]:
-    """Groups of tiles that one call can compute: they have the same band, and their rows differ and keep the order."""
+    """Groups of tiles that one call can compute: they have the same band, and their rows differ and keep the order.
+
+    A call starts blocks of work for every tile as if it were the longest, and its backward pass has a workspace per
+    tile: so a group has tiles of similar length, and not too many.
+    """
     groups: list[list[Tile]] = []
+    by_kind: dict[tuple, list[list[Tile]]] = {}
     for tile in tiles:
-        group = next((group for group in groups if _can_follow(group[-1], tile)), None)
+        alike = by_kind.setdefault((tile.left, tile.right, _size_class(tile.q_len), _size_class(tile.k_len)), [])
+        group = next((group for group in alike if _can_follow(group, tile)), None)
         if group is None:
-            groups.append([tile])
-        else:
-            group.append(tile)
+            group = []
+            alike.append(group)
+            groups.append(group)
+        group.append(tile)
     return groups
 
 
-def _can_follow(previous: Tile, tile: Tile) -> bool:
-    return (
-        (previous.left, previous.right) == (tile.left, tile.right)
-        and previous.q_start + previous.q_len <= tile.q_start
-        and previous.k_start + previous.k_len <= tile.k_start
-    )
+def _size_class(length: int) -> int:
+    """Lengths up to 511, 4095, 32767, ... tokens are of one class."""
+    return max(0, length.bit_length() - 7) // 3
+
+
+def _can_follow(group: list[Tile], tile: Tile) -> bool:
+    last = group[-1]
+    is_behind = last.q_start + last.q_len <= tile.q_start and last.k_start + last.k_len <= tile.k_start
+    return is_behind and len(group) < MOST_JOINED
 
 
 def are_side_by_side(slots: Sequence[slice]) -> bool:

@@ -61,10 +61,12 @@ class Setting:
 
     @property
     def num_tokens(self) -> int:
+        """Of the whole row."""
         return sum(self.doc_lengths)
 
     @property
     def torch_dtype(self) -> torch.dtype:
+        """`dtype` as torch's object."""
         return getattr(torch, self.dtype)
 
     def __str__(self) -> str:
@@ -97,6 +99,7 @@ class Case:
         return ", ".join(parts) or "one process"
 
     def as_json(self) -> dict[str, Any]:
+        """The entry of `bench.json`: setting, config and the method in words."""
         return {"setting": self.setting, "config": self.config, "method": self.method}
 
     @classmethod

@@ -52,6 +52,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float] | np.ndarray) -> Spread:
+        """Of the seconds of each round."""
         p10, median, p90 = (float(value) for value in np.percentile(values, [10, 50, 90]))
         return cls(median, p10, p90)
 
@@ -92,10 +93,12 @@ class Result:
 
     @property
     def is_noisy(self) -> bool:
+        """Whether the seconds vary by more than `NOISE`."""
         return self.seconds.width > NOISE
 
     @property
     def is_exact(self) -> bool:
+        """Whether the error is what roundings of the type explain; NaN is not."""
         return self.error <= ERROR_LIMITS[self.case.setting.dtype]
 
     @property
@@ -115,6 +118,7 @@ class Result:
         return self.case.setting.num_tokens / self.seconds.median
 
     def as_json(self) -> dict:
+        """The entry of `bench.json`: the case, everything measured and what follows from it."""
         derived = ("is_noisy", "is_exact", "overlap", "gigabytes_per_second", "tokens_per_second")
         values = {name: value for name, value in vars(self).items() if name != "case"}
         return self.case.as_json() | values | {name: getattr(self, name) for name in derived}
@@ -128,6 +132,7 @@ class Meshes:
         self._by_degrees: dict[tuple[int, int], ContextParallelMesh] = {}
 
     def of(self, config: ContextParallelConfig) -> ContextParallelMesh:
+        """The mesh of the config's degrees, with this config; all ranks must ask for the same ones in turn."""
         degrees = config.ring_degree, config.ulysses_degree
         if degrees not in self._by_degrees:
             self._by_degrees[degrees] = ContextParallelMesh(config, self.device_type)
@@ -182,6 +187,7 @@ class Subject:
         self.sent_bytes = int(max(by_rank(self._copies.sent_bytes, mesh)))
 
     def mesh(self) -> ContextParallelMesh:
+        """Of its degrees, with the case's config, which another case of these degrees may have replaced meanwhile."""
         return self._meshes.of(self.case.config)
 
     def variants(self) -> list[Run]:
@@ -191,6 +197,7 @@ class Subject:
         return [self.attend, self._attend_locally, partial(self._copies.replay, self.mesh(), self._buffers)]
 
     def attend(self) -> None:
+        """One forward and backward pass; what it computes is dropped."""
         *qkv, grad_out = self.row
         _attend(qkv, grad_out, self.case.setting, self.mesh(), self.layout)
 

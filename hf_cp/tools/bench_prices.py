@@ -38,6 +38,7 @@ class Pair(NamedTuple):
 
     @property
     def agrees(self) -> bool:
+        """Whether the planner expects the faster one to be faster."""
         return self.faster.estimated < self.slower.estimated
 
     @property

@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -36,8 +38,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in COMMANDS:
         commands.add_parser(name, help=_summary(name), add_help=False)
     args, options = parser.parse_known_args(argv)
-    command = command_parser(args.command)
-    return _module(args.command).run(command.parse_args(options))
+    chosen = command_parser(args.command).parse_args(options)
+    try:
+        status = _module(args.command).run(chosen)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader (`| head`) has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+        return 1
+    return status
 
 
 def command_parser(name: str) -> argparse.ArgumentParser:

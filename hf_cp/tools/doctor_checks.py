@@ -23,6 +23,7 @@ __all__ = [
     "fail",
     "finding_of",
     "judge",
+    "missing",
     "ok",
     "skip",
     "tables",
@@ -30,7 +31,6 @@ __all__ = [
 ]
 
 STATUSES = ("ok", "skip", "warn", "fail")  # rising
-FEW = 4  # names in the verdict
 _REPORTED = "_hf_cp_doctor_reported"
 _EXPECTED = (ValueError, OSError, RuntimeError, ImportError)
 
@@ -78,19 +78,28 @@ class Check(NamedTuple):
 
 
 def ok(detail: str) -> Finding:
+    """Nothing to do."""
     return Finding("ok", detail)
 
 
 def warn(detail: str, fix: str) -> Finding:
+    """The run works, but not as well as it could, or not surely; `fix` is what to change."""
     return Finding("warn", detail, fix)
 
 
 def fail(detail: str, fix: str) -> Finding:
+    """The run would not start, or be wrong; `fix` is what to change."""
     return Finding("fail", detail, fix)
 
 
 def skip(detail: str, fix: str = "") -> Finding:
+    """Not looked at; `detail` is the reason, `fix` what makes the check possible."""
     return Finding("skip", detail, fix)
+
+
+def missing(subject: Any, detail: str, fix: str) -> Finding:
+    """What a start needs is not here: a failure in launched processes, else a warning: the run may be elsewhere."""
+    return (fail if subject.args.launch else warn)(detail, fix)
 
 
 def examine(check: Check, subject: Any) -> Result:
@@ -135,12 +144,14 @@ def _rows(results: Sequence[Result]) -> list[tuple[str, str, str]]:
 
 
 def judge(results: Sequence[Result]) -> Verdict:
-    """A failure makes the whole fail; warnings do not."""
+    """A failure makes the whole fail; warnings do not, but they are named, and so is what was not looked at."""
     counts = Counter(result.status for result in results)
     failed = [result.name for result in results if result.status == "fail"]
     shown = ", ".join(f"{counts[status]} {status}" for status in STATUSES)
     if failed:
         return Verdict(PROBLEM, f"not ready ({shown}). Fix first: {', '.join(failed)}.")
-    unknown = [result.name for result in results if result.status == "skip"]
-    note = f" Not looked at: {', '.join(unknown)}." if 0 < len(unknown) <= FEW else ""
-    return Verdict(OK, f"nothing stands against starting ({shown}).{note}")
+    named = {status: ", ".join(r.name for r in results if r.status == status) for status in ("warn", "skip")}
+    text = "no check fails" if named["warn"] else "nothing stands against starting"
+    first = f" Look first at: {named['warn']}." if named["warn"] else ""
+    unknown = f" Not looked at: {named['skip']}." if named["skip"] else ""
+    return Verdict(OK, f"{text} ({shown}).{first}{unknown}")

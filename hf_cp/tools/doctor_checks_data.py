@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from hf_cp.config import IGNORE_INDEX
-from hf_cp.tools.doctor_checks import Check, Finding, NotGiven, fail, ok, skip, warn
+from hf_cp.tools.doctor_checks import Check, Finding, NotGiven, fail, finding_of, missing, ok, skip, warn
 from hf_cp.tools.doctor_subject import SAMPLE, Subject
+from hf_cp.tools.model_names import is_same_model
 
 __all__ = ["DATA_CHECKS", "STATE_CHECKS", "num_targets"]
 
 ROWS = 2  # that are collated for every rank
 OLD_DAYS = 30
+PROOF = "verify.json"  # beside the recipe
 _UNREADABLE = (NotGiven, ValueError, OSError, ImportError)
 
 
@@ -28,8 +32,10 @@ def check_documents(subject: Subject) -> Finding:
     except _UNREADABLE as error:
         if subject.args.data is not None:
             raise
-        reason = str(error).splitlines()[0]
-        return skip(f"{reason}; made-up documents stand in", "Give them with --data FILE.")
+        text = f"{str(error).splitlines()[0].rstrip('.')}; made-up documents stand in"
+        if isinstance(error, NotGiven):
+            return skip(text, "Give them with --data FILE.")
+        return missing(subject, text, "Set dataset in train.yaml (from where the run starts), or try --data FILE.")
     manifest = subject.packed.manifest
     counts = manifest.counts
     text = f"documents: {manifest}" + (
@@ -95,7 +101,26 @@ def _whole(batches: list[dict[str, Any]], name: str) -> torch.Tensor:
 
 
 def check_checkpoint(subject: Subject) -> Finding:
-    """Whether a run of this recipe could go on from it."""
+    """Whether a run of this recipe could go on from it: the one that is named, else the last one in output_dir."""
+    if subject.args.checkpoint is not None:
+        return _check_resuming(subject, subject.args.checkpoint)
+    args = subject.training
+    wanted, output = args.resume_from_checkpoint, Path(args.output_dir)
+    if wanted and wanted.lower() != "false":
+        return _check_resuming(subject, output if wanted.lower() == "true" else Path(wanted))
+    if not any(output.glob("checkpoint-*")):
+        return skip(f"output_dir {output} has none, and none is named")
+    try:
+        found = _check_resuming(subject, output)
+    except ValueError as error:
+        found = finding_of(error)
+    if found.status == "fail":
+        return warn(f"in output_dir: {found.detail}", f"The run begins anew. {found.fix}")
+    return ok(f"{found.detail}; used only with resume_from_checkpoint: true")
+
+
+def _check_resuming(subject: Subject, path: Path) -> Finding:
+    """A folder of a checkpoint, or of several, of which the last one counts."""
     from hf_cp.training.checkpoint import (
         CheckpointRecord,
         check_states,
@@ -105,9 +130,6 @@ def check_checkpoint(subject: Subject) -> Finding:
     )
     from hf_cp.training.universal import is_universal
 
-    path = subject.args.checkpoint
-    if path is None:
-        raise NotGiven("needs --checkpoint FOLDER")
     has_several = not (path / "trainer_state.json").exists() and any(path.glob("checkpoint-*"))
     folder = find_checkpoint(True if has_several else str(path), str(path))
     saved = CheckpointRecord.load(folder)
@@ -168,12 +190,13 @@ def _position(subject: Subject) -> Any:
 
 
 def check_verify_report(subject: Subject) -> Finding:
-    """The last proof: whether it passed, of what, and how old it is."""
+    """The last proof: whether it passed, of what, and how old it is. It is looked for beside the recipe too."""
     from hf_cp.tools.env import collect_environment
 
-    path = subject.args.verify_report
+    beside = (subject.args.recipe or (subject.args.config or Path()).parent) / PROOF
+    path = subject.args.verify_report or (beside if beside.is_file() else None)
     if path is None:
-        return skip("no proof was given", "Run `hf-cp verify ... --output verify.json`, then give --verify-report.")
+        return skip(f"no proof is named, and there is no {beside}", f"Run `hf-cp verify ... --output {beside}`.")
     content = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(content, dict) or content.get("command") != "verify" or "report" not in content:
         return fail(f"{path} is no report of hf-cp verify", "Write one with `hf-cp verify ... --output FILE`.")
@@ -187,12 +210,15 @@ def check_verify_report(subject: Subject) -> Finding:
         for name in ("ring_degree", "ulysses_degree")
         if name in report and report[name] != getattr(subject.cp, name)
     ]
+    with contextlib.suppress(NotGiven):
+        if not is_same_model(content["model"], subject.loaded_name):
+            wrong.append(f"model {content['model']} -> {subject.loaded_name}")
     proven = content.get("fingerprint", {}).get("setup", {})
     packages = collect_environment({}).packages
     wrong += [f"{name} {proven[name]} -> {packages[name]}" for name in packages
               if name in proven and proven[name] != (packages[name] or "none")]  # fmt: skip
     if wrong:
-        return warn(f"{text}; since then: {', '.join(wrong)}", "Run `hf-cp verify` again.")
+        return warn(f"{text}; not the same now: {', '.join(wrong)}", "Run `hf-cp verify` again.")
     if age.days > OLD_DAYS:
         return warn(text, "Run `hf-cp verify` again: it takes minutes.")
     return ok(text)

@@ -6,10 +6,12 @@ import copy
 import os
 import re
 from importlib import metadata
+from pathlib import Path
 
 from hf_cp.config import ContextParallelConfig, check_heads, head_counts
-from hf_cp.tools.doctor_checks import Check, Finding, NotGiven, fail, ok, skip, warn
+from hf_cp.tools.doctor_checks import Check, Finding, NotGiven, fail, missing, ok, skip, warn
 from hf_cp.tools.doctor_subject import Subject
+from hf_cp.tools.model_names import HUB_NAMES, has_sizes_only, missing_weights
 
 __all__ = ["MODEL_CHECKS", "SOFTWARE_CHECKS"]
 
@@ -92,7 +94,46 @@ def check_architecture(subject: Subject) -> Finding:
     return ok(f"{type(base).__name__} ({settings.model_type}), {model.num_parameters():,} parameters{sliding}")
 
 
+def check_weights(subject: Subject) -> Finding:
+    """Weights to start from: for all other checks the sizes of the model are enough."""
+    name = subject.loaded_name
+    folder = Path(name)
+    if has_sizes_only(name):
+        hub_name = HUB_NAMES.get(name.lower())
+        if hub_name is not None and not folder.is_file():
+            return missing(subject, f"{name} names sizes only", f"Set model_name_or_path: {hub_name}, or a folder.")
+        return missing(
+            subject, f"{name} is a file without weights", "Set model_name_or_path to a folder with weights."
+        )
+    if folder.is_dir():
+        absent = missing_weights(folder)
+        if absent:
+            return missing(subject, f"{name} lacks {', '.join(absent)}", "Copy or download the whole model.")
+        return ok(f"weights are in {name}")
+    return _check_hub_weights(subject, name)
+
+
+def _check_hub_weights(subject: Subject, name: str) -> Finding:
+    """Nothing is downloaded: whether the weights are in this machine's cache already."""
+    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
+
+    files = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
+    try:
+        is_cached = any(isinstance(try_to_load_from_cache(name, file), str) for file in files)
+    except HFValidationError:
+        return missing(subject, f"{name} is no folder here, and no hub name", "Make it, or correct the name.")
+    if is_cached:
+        return ok(f"weights of {name} are in the cache of this machine")
+    fix = f"`hf download {name}` on every machine; some models need a login."
+    if constants.HF_HUB_OFFLINE:
+        return missing(subject, f"weights of {name} are not in the cache of this machine, which is offline", fix)
+    return warn(f"weights of {name} are not in the cache of this machine: the start downloads them", fix)
+
+
 def check_head_counts(subject: Subject) -> Finding:
+    """Whether query and K/V heads divide over the Ulysses ranks, and whether another degree sends less."""
     heads, kv_heads = head_counts(subject.model_config)
     config = subject.cp
     check_heads(heads, kv_heads, config)
@@ -107,6 +148,7 @@ def check_head_counts(subject: Subject) -> Finding:
 
 
 def check_attention_dropout(subject: Subject) -> Finding:
+    """There must be none: its mask depends on who computes which scores."""
     dropout = getattr(subject.model_config, "attention_dropout", 0.0) or 0.0
     if dropout:
         return fail(
@@ -170,6 +212,7 @@ SOFTWARE_CHECKS = (
 )
 MODEL_CHECKS = (
     Check("Model", "architecture", check_architecture),
+    Check("Model", "weights", check_weights),
     Check("Model", "heads", check_head_counts),
     Check("Model", "attention dropout", check_attention_dropout),
     Check("Model", "positions", check_positions),

@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 from typing import Any
 
-from hf_cp.tools.doctor_checks import Check, Finding, NotGiven, fail, finding_of, ok, skip, warn
+from hf_cp.tools.doctor_checks import Check, Finding, NotGiven, fail, finding_of, missing, ok, skip, warn
 from hf_cp.tools.doctor_subject import CP_FIELDS, Subject
 
 __all__ = ["LAUNCH_CHECKS", "TRAINING_CHECKS"]
@@ -77,7 +77,7 @@ def check_parallelism(subject: Subject) -> Finding:
 
 def check_zero_config(subject: Subject) -> Finding:
     """Nothing about sequences, gradients summed in fp32, batch sizes of this run."""
-    from hf_cp.training.zero import check_batch_sizes, complete_zero_config
+    from hf_cp.training.zero import check_batch_sizes, check_saved_weights, complete_zero_config
 
     config, args = copy.deepcopy(subject.deepspeed), subject.training
     clipping = config.get("gradient_clipping", "auto")
@@ -101,14 +101,10 @@ def check_zero_config(subject: Subject) -> Finding:
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         world_size=subject.world_size,
     )
-    if stage == 3 and args.save_strategy != "no" and not config["zero_optimization"].get(_GATHER):
-        return warn(f"ZeRO stage 3 without {_GATHER}: saved models have no weights of their own", f"Set {_GATHER}.")
+    check_saved_weights(config, is_adapter=bool(_train(subject).get("lora_r")))
     return ok(
         f"ZeRO stage {stage}, communication_data_type {config['communication_data_type']}, no sequence parallelism"
     )
-
-
-_GATHER = "stage3_gather_16bit_weights_on_model_save"
 
 
 def check_precision(subject: Subject) -> Finding:
@@ -183,16 +179,15 @@ def check_placement(subject: Subject) -> Finding:
 
 
 def check_time_limit(subject: Subject) -> Finding:
-    """How long the others wait for a process that is lost."""
-    own = subject.cp.timeout_seconds
-    seconds, name = (own, "timeout_seconds") if own is not None else (subject.training.ddp_timeout, "ddp_timeout")
-    if seconds > _LONG:
-        return warn(
-            f"{name}={seconds:,.0f} s: a lost process holds the others that long", "Set timeout_seconds: 1800."
-        )
-    if seconds < _SHORT:
-        return warn(f"{name}={seconds:,.0f} s: a slow first step or checkpoint may end the run", "Use 600 or more.")
-    return ok(f"{name}={seconds:,.0f} s")
+    """How long the others wait for a process that is lost: in collectives of this package, and in all others."""
+    limits = {"timeout_seconds": subject.cp.timeout_seconds, "ddp_timeout": subject.training.ddp_timeout}
+    text = ", ".join(f"{name}={seconds:,.0f} s" for name, seconds in limits.items() if seconds is not None)
+    wrong = {name: seconds for name, seconds in limits.items() if seconds and not _SHORT <= seconds <= _LONG}
+    if any(seconds > _LONG for seconds in wrong.values()):
+        return warn(f"{text}: a lost process holds the others that long", f"Set {', '.join(wrong)} to 1800.")
+    if wrong:
+        return warn(f"{text}: a slow first step or checkpoint may end the run", f"Set {', '.join(wrong)} to 1800.")
+    return ok(text)
 
 
 def check_keys(subject: Subject) -> Finding:
@@ -220,7 +215,7 @@ def check_keys(subject: Subject) -> Finding:
 SCRIPT_KEYS = frozenset(
     "model_name_or_path dataset eval_dataset model_dtype rope_parameters max_tokens overflow cp_size "
     "expected_processes expected_zero_stage lora_r lora_alpha lora_dropout proof_tokens eval_every "
-    "required_drop_stderr".split()
+    "required_drop_stderr record_dir profile_steps".split()
 )
 
 
@@ -260,13 +255,14 @@ def check_evaluation(subject: Subject) -> Finding:
     try:
         features = load_features(name)
     except (ValueError, OSError) as error:
-        return warn(f"eval_dataset: {finding_of(error).detail}", "Give its path as it is seen from here.")
+        return missing(subject, f"eval_dataset: {finding_of(error).detail}", "Give its path as it is seen from here.")
     prepared = subject.collator.prepare(features[i] for i in range(min(SAMPLE, len(features))))
     changed = f"; {prepared.counts}" if prepared.counts else ""
     return ok(f"held-out documents: {len(features):,}, the longest read has {max(prepared.lengths):,} tokens{changed}")
 
 
 def check_seeds(subject: Subject) -> Finding:
+    """The seed of the rows' order must be one that NumPy takes."""
     args = subject.training
     order = args.seed if args.data_seed is None else args.data_seed
     if order < 0:

@@ -21,6 +21,7 @@ import numpy as np
 from hf_cp.config import ContextParallelConfig
 from hf_cp.tools.doctor_checks import NotGiven
 from hf_cp.tools.features import documents_of_lengths, load_features
+from hf_cp.tools.model_names import HUB_NAMES, has_sizes_only, name_of_sizes
 from hf_cp.tools.options import config_from_arguments
 
 SAMPLE = 1000  # documents that are tokenized
@@ -73,6 +74,11 @@ class Subject:
 
     @property
     def recipe(self) -> Path:
+        """The folder.
+
+        Raises:
+            NotGiven: there is none.
+        """
         if self.args.recipe is None:
             raise NotGiven("needs --recipe FOLDER")
         return self.args.recipe
@@ -99,6 +105,7 @@ class Subject:
 
     @property
     def uses_deepspeed(self) -> bool:
+        """Whether accelerate.yaml starts it."""
         return self.accelerate.distributed_type.value == "DEEPSPEED"
 
     @part
@@ -125,6 +132,7 @@ class Subject:
 
     @property
     def zero_stage(self) -> int:
+        """Of the DeepSpeed config; 0 where it names none."""
         return self.deepspeed.get("zero_optimization", {}).get("stage", 0)
 
     @part
@@ -144,7 +152,7 @@ class Subject:
 
     @part
     def cp(self) -> ContextParallelConfig:
-        """Degrees and the rest: options of the command win over train.yaml; `cp_size` chooses degrees by heads."""
+        """Degrees and the rest: options of the command win over train.yaml; `cp_size` chooses or shrinks degrees."""
         if self.args.config is None and self.args.recipe is None:
             return config_from_arguments(self.args)
         given = {name: getattr(self.args, name) for name in CP_FIELDS if getattr(self.args, name, None) is not None}
@@ -153,35 +161,34 @@ class Subject:
         if size is None or size == config.cp_size:
             return config
         if config.cp_size > 1:
-            raise ValueError(
-                f"cp_size={size}, but ring_degree={config.ring_degree} x ulysses_degree={config.ulysses_degree} is "
-                f"{config.cp_size}.\n  Give cp_size and let the degrees follow from the heads, or degrees that fit it."
-            )
-        auto = ContextParallelConfig.auto(size, self.model_config, min(size, self.ranks_per_node or size))
-        return dataclasses.replace(config, ring_degree=auto.ring_degree, ulysses_degree=auto.ulysses_degree)
+            return config.with_cp_size(size, None)
+        return config.with_cp_size(size, self.model_config, min(size, self.ranks_per_node or size))
 
     # The processes
 
     @property
     def world_size(self) -> int:
-        """Of the launch (with --launch), of accelerate.yaml, of `expected_processes`, or one group."""
+        """Of the launch (with --launch), of accelerate.yaml, of train.yaml's `expected_processes`, or one group."""
         if self.args.launch:
             return int(self.environment["WORLD_SIZE"])
         if self.args.recipe is not None:
             return self.accelerate.num_processes
         with contextlib.suppress(NotGiven):
-            if "expected_processes" in self.train:
-                return self.train["expected_processes"]
+            stated = self.train.get("expected_processes") or self.train.get("cp_size")
+            if stated:
+                return stated
         return self.cp.cp_size
 
     @property
     def num_machines(self) -> int:
+        """Of the launch (with --launch), of accelerate.yaml, or one."""
         if self.args.launch and "LOCAL_WORLD_SIZE" in self.environment:
             return max(1, self.world_size // int(self.environment["LOCAL_WORLD_SIZE"]))
         return self.accelerate.num_machines if self.args.recipe is not None else 1
 
     @property
     def ranks_per_node(self) -> int:
+        """Processes of a machine."""
         return self.world_size // max(1, self.num_machines)
 
     @property
@@ -215,7 +222,7 @@ class Subject:
         from hf_cp.tools.plan import load_config
 
         try:
-            config = load_config(self.model_name)
+            config = load_config(name_of_sizes(self.model_name))
         except (OSError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
             raise ValueError(
@@ -229,12 +236,25 @@ class Subject:
 
     @property
     def model_name(self) -> str:
+        """`--model`, else that of train.yaml.
+
+        Raises:
+            NotGiven: neither is there.
+        """
         if self.args.model is not None:
             return self.args.model
         name = self.train.get("model_name_or_path")
         if name is None:
             raise NotGiven("needs --model, or model_name_or_path in train.yaml")
         return str(name)
+
+    @property
+    def loaded_name(self) -> str:
+        """What the run loads weights by: a `--model` that has sizes only stands in for that of train.yaml."""
+        if self.args.model is not None and has_sizes_only(self.args.model):
+            with contextlib.suppress(NotGiven):
+                return str(self.train.get("model_name_or_path", self.args.model))
+        return self.model_name
 
     @property
     def dtype_name(self) -> str:
@@ -272,11 +292,10 @@ class Subject:
     @part
     def tokenizer(self) -> Any:
         """Of the model (or as given); `None` where it has none, or none that can be read here."""
-        from hf_cp.tools.plan import known_models
         from hf_cp.tools.verify_inputs import load_tokenizer
 
         name = str(self.args.tokenizer or self.model_name)
-        if name.lower() in known_models():  # sizes only
+        if name.lower() in HUB_NAMES and not Path(name).is_dir():  # sizes only
             return None
         try:
             return load_tokenizer(name)
@@ -287,6 +306,7 @@ class Subject:
 
     @part
     def collator(self) -> Any:
+        """As the run makes it, for rank 0 of a row."""
         from hf_cp.data.collator import DataCollatorForContextParallel
 
         overflow, max_tokens = "error", self.args.max_tokens
@@ -295,10 +315,18 @@ class Subject:
             overflow = self.train.get("overflow", "error") if max_tokens else "error"
         tokenizer = None
         with contextlib.suppress(NotGiven):
-            tokenizer = self.tokenizer
+            tokenizer = self.tokenizer if self._reads_documents else None  # it may have to be downloaded
         return DataCollatorForContextParallel(
             self.cp, cp_rank=0, max_tokens=max_tokens, overflow=overflow, tokenizer=tokenizer
         )
+
+    @property
+    def _reads_documents(self) -> bool:
+        """Whether there are any, for training or evaluation, that a tokenizer could be needed for."""
+        names = [self.args.data]
+        with contextlib.suppress(NotGiven):
+            names += [self.train.get("dataset"), self.train.get("eval_dataset")]
+        return any(name is not None and Path(name).exists() for name in names)
 
     @part
     def packed(self) -> Any:
@@ -350,7 +378,10 @@ def as_one_process() -> Iterator[None]:
 
 def _from_accelerate(settings: Mapping[str, Any]) -> dict[str, Any]:
     """A DeepSpeed config from the keys that accelerate.yaml may hold itself."""
-    config: dict[str, Any] = {"zero_optimization": {"stage": int(settings.get("zero_stage", 2))}}
+    from hf_cp.training.zero import GATHER_WEIGHTS
+
+    zero = {"stage": int(settings.get("zero_stage", 2)), GATHER_WEIGHTS: settings.get("zero3_save_16bit_model", False)}
+    config: dict[str, Any] = {"zero_optimization": zero}
     names = ("gradient_accumulation_steps", "gradient_clipping")
     return config | {name: settings[name] for name in names if name in settings}
 

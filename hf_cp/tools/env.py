@@ -7,14 +7,15 @@ works where another one is broken.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
+import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import metadata
 
 from hf_cp import __version__
+from hf_cp.tools.output import OK, Verdict, print_json
 
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "flash-attn")
 VARIABLE_PREFIXES = ("HF_CP_", "ACCELERATE_")
@@ -50,9 +51,6 @@ class EnvironmentReport:
     device_count: int
     cpu_count: int
     variables: dict[str, str]
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=2)
 
     def to_text(self) -> str:
         """The paste block: one fact a line."""
@@ -90,14 +88,20 @@ def collect_environment(variables: Mapping[str, str] | None = None) -> Environme
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `hf-cp env`."""
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a paste block")
+    parser.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE", help="write it as JSON; - or nothing for standard output"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the report; returns the exit status."""
+    """Prints the report; returns the exit status. Only the block goes to standard output, so that it can be piped."""
     report = collect_environment()
-    print(report.to_json() if args.json else report.to_text())
-    return 0
+    if args.json:
+        print_json(report, args.json)
+    if args.json != "-":
+        print(report.to_text(), flush=True)
+        Verdict(OK, "paste this block into the report.").print(sys.stderr)
+    return OK
 
 
 def _version(package: str) -> str | None:

@@ -3,8 +3,9 @@
     hf-cp pack --data train.jsonl --tokenizer DIR --max-tokens 131072 --cp 8 --ulysses 2 --model llama-3.1-8b
 
 Prints how full rows are and what is cut or dropped, the documents by length, and for every layout how even attention
-is and how many K/V rows (with `--model`, bytes) the busiest rank sends by each engine. Nothing is written but what
-`--json` and `--plot` name. Exit status: 0, or 2 if the documents cannot be read or packed as asked.
+is and how many K/V rows (with `--model`, bytes) the busiest rank sends by each engine; of the layout that training
+takes, also what every ring rank computes and sends. Nothing is written but what `--json` and `--plot` name. Exit
+status: 0, or 2 if the documents cannot be read or packed as asked.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class PackPreview:
         counts (`dict`): documents that were empty, truncated, split or dropped.
         histogram (sequence of `Bin`): documents by length.
         looked_at (`int`): rows that were split.
-        layouts (sequence of `LayoutPreview`): best balance first.
+        layouts (sequence of `LayoutPreview`): first the one that training takes, then best balance first.
         replicas (`ReplicaBalance`, *optional*): with several data-parallel ranks.
     """
 
@@ -79,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the order of rows (with --dp)")
     parser.add_argument("--rows", type=int, default=SAMPLE_ROWS, help=f"rows that are split ({SAMPLE_ROWS})")
     parser.add_argument("--json", metavar="FILE", help="write everything as JSON; - for standard output")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw lengths and balance (needs matplotlib)")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw lengths and ranks (needs matplotlib)")
     add_context_parallel_arguments(parser, exclude=("ring_degree", "ulysses_degree", "layout"))
 
 
@@ -88,7 +89,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         preview, config = make_preview(args)
         if args.plot is not None:
-            plot_preview(preview, args.plot)
+            from hf_cp.tools.pack_plot import plot_preview
+
+            plot_preview(args.plot, preview)
     except (ValueError, OSError, ImportError) as error:
         return print_usage_error(error)
     if args.json:
@@ -135,7 +138,7 @@ def make_preview(args: argparse.Namespace) -> tuple[PackPreview, ContextParallel
         counts={name: getattr(manifest.counts, name) for name in ("empty", "truncated", "split", "dropped")},
         histogram=length_histogram(manifest.lengths),
         looked_at=len(rows),
-        layouts=sorted(layouts, key=lambda layout: -layout.balance),
+        layouts=sorted(layouts, key=lambda found: (found.layout != config.resolved_layout, -found.balance)),
         replicas=replicas,
     )
     return preview, config
@@ -206,10 +209,11 @@ def tables(preview: PackPreview, config: ContextParallelConfig) -> list[Table]:
     """Rows, documents by length, layouts, and data-parallel ranks."""
     parts = [packing_table(preview), histogram_table(preview)]
     parts += [layout_table(preview, config)] if config.cp_size > 1 else []
-    return parts + ([traffic_table(preview)] if config.ring_degree > 1 else [])
+    return parts + ([traffic_table(preview), rank_table(preview)] if config.ring_degree > 1 else [])
 
 
 def packing_table(preview: PackPreview) -> Table:
+    """The data set as it is packed, and how evenly its rows fall on data-parallel ranks."""
     changed = ", ".join(f"{count:,} {name}" for name, count in preview.counts.items() if count) or "none"
     rows = [
         ("documents", f"{preview.num_documents:,} from {preview.num_features:,} features"),
@@ -246,6 +250,7 @@ def histogram_table(preview: PackPreview) -> Table:
 
 
 def layout_table(preview: PackPreview, config: ContextParallelConfig) -> Table:
+    """Balance, padding and the bytes of Ulysses, a layout a line."""
     title = (
         f"{preview.looked_at} of {preview.num_rows:,} rows over ring {config.ring_degree} x Ulysses "
         f"{config.ulysses_degree}; balance is mean over largest attention area of a rank"
@@ -266,6 +271,7 @@ def layout_table(preview: PackPreview, config: ContextParallelConfig) -> Table:
 
 
 def traffic_table(preview: PackPreview) -> Table:
+    """What the ring moves, a layout and engine a line; of `auto` where it takes several engines."""
     title = (
         "Ring axis: what the rank that sends most sends (K/V rows of a layer and pass; MiB of all layers, both passes)"
     )
@@ -279,8 +285,30 @@ def traffic_table(preview: PackPreview) -> Table:
         )
         for layout in preview.layouts
         for traffic in layout.traffic
+        if traffic.engine != "auto" or len(layout.auto) > 1
     ]
     return Table(title, ("layout and engine", "K/V rows", "of a full ring", "MiB", "auto takes it for"), rows)
+
+
+def rank_table(preview: PackPreview) -> Table:
+    """Attention area and K/V rows of every ring rank under the first layout."""
+    layout = preview.layouts[0]
+    mean = sum(layout.areas) / len(layout.areas)
+    title = (
+        f"Ring ranks under {layout.layout}, mean over rows: visible pairs of all layers; K/V rows sent in a layer and "
+        "pass, by engine"
+    )
+    columns = ("ring rank", "attention area", "over mean", *(traffic.engine for traffic in layout.traffic))
+    rows = [
+        (
+            str(rank),
+            f"{area:,.0f}",
+            f"{area / mean:.3f}",
+            *(f"{traffic.rows_by_rank[rank]:,.0f}" for traffic in layout.traffic),
+        )
+        for rank, area in enumerate(layout.areas)
+    ]
+    return Table(title, columns, rows)
 
 
 def _mib(num_bytes: float | None) -> str:
@@ -288,42 +316,16 @@ def _mib(num_bytes: float | None) -> str:
 
 
 def judge(preview: PackPreview) -> Verdict:
-    best = preview.layouts[0]
+    """How full rows are, what the layout that training takes costs with the engine that auto takes, what is lost."""
+    layout, split = preview.layouts[0], ""
+    if layout.traffic:
+        split = (
+            f"; {layout.layout} with {' and '.join(layout.auto)}: balance {layout.balance:.3f}, padding "
+            f"{layout.padding:.2%}, sends up to {layout.traffic[-1].share:.1%} of a full ring"
+        )
     lost = preview.counts["truncated"] + preview.counts["dropped"]
     note = f" {lost:,} documents lose tokens: raise --max-tokens or use --overflow split." if lost else ""
-    return Verdict(
-        OK,
-        f"{preview.num_rows:,} rows, {preview.fill:.1%} full; most even is {best.layout} ({best.balance:.3f}, padding "
-        f"{best.padding:.2%}).{note}",
-    )
-
-
-def plot_preview(preview: PackPreview, path: Path) -> None:
-    """Documents and tokens by length, and balance by layout, into a PNG file.
-
-    Raises:
-        ImportError: matplotlib is not installed (extra `plot`).
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9.6, 3.6), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
-    names = [f"{part.low:,}" for part in preview.histogram]
-    shares = {
-        "documents": [part.documents / preview.num_documents for part in preview.histogram],
-        "tokens": [part.tokens / preview.num_tokens for part in preview.histogram],
-    }
-    for offset, (label, values) in zip((-0.2, 0.2), shares.items(), strict=True):
-        left.bar([place + offset for place in range(len(names))], values, width=0.4, label=label)
-    left.set_xticks(range(len(names)), names, rotation=60)
-    left.set_xlabel("tokens of a document, at least")
-    left.set_ylabel("share")
-    left.legend()
-    right.barh([layout.layout for layout in preview.layouts], [layout.balance for layout in preview.layouts])
-    right.set_xlim(0, 1)
-    right.set_xlabel("mean over largest attention area of a rank")
-    FigureCanvasAgg(figure).print_png(str(path))
+    return Verdict(OK, f"{preview.num_rows:,} rows, {preview.fill:.1%} full{split}.{note}")
 
 
 def _layouts(text: str) -> tuple[str, ...]:

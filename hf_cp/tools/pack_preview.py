@@ -51,6 +51,7 @@ class ModelAttention:
 
     @property
     def num_layers(self) -> int:
+        """Attention layers, whatever their windows."""
         return sum(count for _, count in self.windows)
 
 
@@ -59,16 +60,18 @@ class EngineTraffic:
     """What an engine moves over the ring axis; of the rank that sends most, mean over rows.
 
     Args:
-        engine (`str`): "p2p", "allgather" or "exchange".
+        engine (`str`): "p2p", "allgather", "exchange", or "auto": in each row the one that `ring_comm="auto"` takes.
         kv_rows (`float`): K/V rows that it sends in one pass of one layer.
         share (`float`): of what a full ring sends, R - 1 shards; 0 for a ring of one.
         num_bytes (`float`, *optional*): forward and backward pass of all layers.
+        rows_by_rank (`tuple[float, ...]`): K/V rows of each ring rank in one pass of one layer, mean over rows.
     """
 
     engine: str
     kv_rows: float
     share: float
     num_bytes: float | None
+    rows_by_rank: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,9 @@ class LayoutPreview:
             both), and of the worst row.
         padding (`float`): share of the slots that hold no token.
         local_length (`int`): slots of a rank, of the longest shard.
-        traffic (`tuple[EngineTraffic, ...]`): by engine.
+        areas (`tuple[float, ...]`): attention area (visible pairs, all layers) of each ring rank, mean over rows; the
+            Ulysses ranks of a ring rank share it by heads.
+        traffic (`tuple[EngineTraffic, ...]`): of every engine, then of "auto"; empty for a ring of one.
         auto (`dict`): engine that `ring_comm="auto"` takes -> number of rows.
         ulysses_bytes (`float`, *optional*): forward and backward pass of all layers, mean over rows.
     """
@@ -91,6 +96,7 @@ class LayoutPreview:
     worst_balance: float
     padding: float
     local_length: int
+    areas: tuple[float, ...]
     traffic: tuple[EngineTraffic, ...]
     auto: dict[str, int]
     ulysses_bytes: float | None
@@ -152,15 +158,16 @@ def preview_layout(
     split = [_SplitRow(SequenceLayout(row, config), config, attention) for row in rows]
     areas = np.array([row.areas for row in split], dtype=float)  # [rows, R]
     slots = sum(row.layout.local_length * config.cp_size for row in split)
-    engines = ENGINES if config.ring_degree > 1 else ()
+    has_ring = config.ring_degree > 1
     return LayoutPreview(
         layout=config.resolved_layout,
         balance=float(areas.mean(1).sum() / areas.max(1).sum()),
         worst_balance=float((areas.mean(1) / areas.max(1)).min()),
         padding=1 - sum(row.layout.num_tokens for row in split) / slots,
         local_length=max(row.layout.local_length for row in split),
-        traffic=tuple(_mean_traffic([row.traffic(engine) for row in split]) for engine in engines),
-        auto=_counted([row.auto for row in split]) if engines else {},
+        areas=tuple(areas.mean(0).tolist()),
+        traffic=tuple(map(_mean_traffic, zip(*(row.traffic() for row in split), strict=True))) if has_ring else (),
+        auto=_counted([row.auto for row in split]) if has_ring else {},
         ulysses_bytes=None if attention.shape is None else float(np.mean([row.ulysses_bytes for row in split])),
     )
 
@@ -187,17 +194,22 @@ class _SplitRow:
     def auto(self) -> str:
         return choose_engine(replace(self.config, ring_comm="auto"), self.plans[0][0])
 
-    def traffic(self, engine: str) -> EngineTraffic:
+    def traffic(self) -> list[EngineTraffic]:
+        """Of every engine, and again of the one that auto takes."""
+        found = {engine: self._traffic(engine) for engine in ENGINES}
+        return [*found.values(), replace(found[self.auto], engine="auto")]
+
+    def _traffic(self, engine: str) -> EngineTraffic:
         """Of the rank that sends most rows in a forward pass, and of the one that sends most bytes in both."""
         ranks, shape = range(self.config.ring_degree), self.attention.shape
         sent = [sum(n * ring_rows(plan, rank, engine)[0] for plan, n in self.plans) for rank in ranks]
-        rows = max(sent) / self.attention.num_layers
+        by_rank = tuple(total / self.attention.num_layers for total in sent)
         full = (self.config.ring_degree - 1) * self.layout.ring_shard_length
         most = None
         if shape is not None:
-            by_rank = [sum(n * sum(ring_bytes(shape, plan, rank, engine)) for plan, n in self.plans) for rank in ranks]
-            most = float(max(by_rank))
-        return EngineTraffic(engine, rows, rows / full, most)
+            both = [sum(n * sum(ring_bytes(shape, plan, rank, engine)) for plan, n in self.plans) for rank in ranks]
+            most = float(max(both))
+        return EngineTraffic(engine, max(by_rank), max(by_rank) / full, most, by_rank)
 
     @property
     def ulysses_bytes(self) -> int:
@@ -236,6 +248,7 @@ def _mean_traffic(rows: Sequence[EngineTraffic]) -> EngineTraffic:
         float(np.mean([row.kv_rows for row in rows])),
         float(np.mean([row.share for row in rows])),
         float(np.mean(known)) if known else None,
+        tuple(np.mean([row.rows_by_rank for row in rows], axis=0).tolist()),
     )
 
 

@@ -1,4 +1,7 @@
-"""`hf-cp plan`: degrees, memory and step time for a model and a number of GPUs, before anything runs."""
+"""`hf-cp plan`: degrees, memory and step time for a model and a number of GPUs, before anything runs.
+
+Invariant: a number that was not measured is called assumed, and standard output holds one JSON document or tables.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from hf_cp.planning.devices import GIB
+from hf_cp.planning.devices import GIB, Device
 from hf_cp.planning.memory import CHECKPOINTING, Training
-from hf_cp.planning.search import MEMORY_SHARE, TIE, Candidate, Plan, plan_context_parallel
-from hf_cp.tools.output import OK, PROBLEM, Table, Verdict, print_json, print_usage_error
+from hf_cp.planning.search import MEMORY_SHARE, SPARE, TIE, Candidate, Plan, plan_context_parallel
+from hf_cp.tools.output import OK, PROBLEM, Table, Verdict, print_json, print_usage_error, progress
 
 __all__ = ["add_arguments", "plan_context_parallel", "run"]
 
@@ -26,13 +29,15 @@ MEMORY_ROWS = (
     ("optimizer", "optimizer states"),
     ("activations", "kept for the backward pass"),
     ("recomputed", "one layer recomputed"),
-    ("logits", "logits of a chunk"),
+    ("logits", "logits of a chunk (earlier, but added)"),
     ("buffers", "ZeRO and attention buffers"),
     ("overhead", "CUDA, NCCL, allocator (assumed)"),
 )
+PLACEMENT_LINES = 10  # of the placement; in larger worlds some groups are left out
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `hf-cp plan`."""
     parser.add_argument(
         "model", help=f"folder or config.json of a model, or one of {', '.join(known_models())}", metavar="MODEL"
     )
@@ -55,10 +60,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top", type=int, default=8, help="rows of the table (default: 8)")
     parser.add_argument("--json", default=None, metavar="FILE", help="write everything as JSON; - for standard output")
     parser.add_argument("--write", type=Path, default=None, metavar="DIR", help="write a recipe for the first choice")
+    parser.add_argument("--data", default=None, metavar="FILE", help="documents, for the recipe that --write writes")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the plan; the status is `PROBLEM` if nothing fits."""
+    """Prints the plan; the status is `PROBLEM` if nothing fits. What is written is said beside JSON on stderr."""
     try:
         plan = make_plan(args)
     except (ValueError, OSError) as error:
@@ -72,9 +78,12 @@ def run(args: argparse.Namespace) -> int:
     verdict = judge(plan)
     if args.json != "-":
         verdict.print()
-    if args.write is not None and plan.recommended is not None:
-        return write(args, plan)
-    return verdict.status
+    if args.write is None:
+        return verdict.status
+    if plan.recommended is None:
+        _say(args, f"Nothing was written to {args.write}: there is no split that fits.")
+        return verdict.status
+    return write(args, plan)
 
 
 def write(args: argparse.Namespace, plan: Plan) -> int:
@@ -83,11 +92,23 @@ def write(args: argparse.Namespace, plan: Plan) -> int:
     from hf_cp.tools.recipes import training_script
 
     try:
-        write_planned(args.write, plan, model=args.model, command=command_line(args), script=training_script())
-    except OSError as error:
+        write_planned(
+            args.write,
+            plan,
+            model=args.model,
+            data=args.data,
+            command=command_line(args),
+            script=training_script(),
+        )
+    except (ValueError, OSError) as error:
         return print_usage_error(error)
-    print(f"Recipe: {args.write}. Set model and documents in its train.yaml; README.md has the launch lines.")
+    first = "" if args.data else " Set dataset in its train.yaml first."
+    _say(args, f"Recipe: {args.write}, with the launch lines in README.md.{first}")
     return OK
+
+
+def _say(args: argparse.Namespace, text: str) -> None:
+    (progress if args.json == "-" else print)(text)
 
 
 def make_plan(args: argparse.Namespace) -> Plan:
@@ -125,7 +146,11 @@ def command_line(args: argparse.Namespace) -> str:
     words = ["hf-cp", "plan", args.model]
     for action in parser._actions:
         value = getattr(args, action.dest, None)
-        if not action.option_strings or action.dest in ("json", "write", "top") or value in (None, action.default):
+        if (
+            not action.option_strings
+            or action.dest in ("json", "write", "data", "top")
+            or value in (None, action.default)
+        ):
             continue
         words += [action.option_strings[0]] if value is True else [action.option_strings[0], str(value)]
     return shlex.join(words)
@@ -174,6 +199,7 @@ def tables(plan: Plan, args: argparse.Namespace) -> list[Table]:
 
 
 def memory_table(plan: Plan, candidate: Candidate) -> Table:
+    """What takes the memory of a GPU under `candidate`, below the headline."""
     device, memory = plan.cluster.device, candidate.memory
     local = -(-plan.seq_len // candidate.config.cp_size)
     rows = [(text, f"{getattr(memory, name) / GIB:.1f}") for name, text in MEMORY_ROWS]
@@ -197,52 +223,107 @@ def headline(plan: Plan) -> str:
         if plan.num_documents > 1
         else f"rows of one document of {plan.seq_len:,} tokens"
     )
-    rates = "measured" if device.is_measured else "assumed; measure with hf-cp bench"
     return (
         f"{model.name}: {model.num_parameters / 1e9:.2f} B parameters, {model.num_layers} layers, {model.num_heads} "
         f"heads over {model.num_kv_heads} K/V heads; {trained}, ZeRO-{training.zero_stage}, checkpointing "
         f"{training.checkpointing}\n"
-        f"{cluster.num_gpus} x {device.name}, {cluster.gpus_per_node} a node; {rows}; "
-        f"attention {device.attention_tflops:.0f} TFLOP/s, links {device.intra_gbs:.0f} and {device.inter_gbs:.0f} "
-        f"GB/s ({rates})"
+        f"{cluster.num_gpus} x {device.name}, {cluster.gpus_per_node} a node; {rows}\n"
+        f"{rates(device, num_nodes=cluster.num_nodes)}"
     )
 
 
+def rates(device: Device, *, num_nodes: int) -> str:
+    """The numbers that the plan rests on, and which of them were measured."""
+    named = {
+        "attention_tflops": "attention {} TFLOP/s",
+        "matmul_tflops": "linear layers {} TFLOP/s",
+        "intra_gbs": "links in a node {} GB/s",
+        "inter_gbs": "between nodes {} GB/s",
+        "memory_gib": "memory {} GiB",
+    }
+    if num_nodes == 1:
+        del named["inter_gbs"]
+    is_measured = {name: device.is_field_measured(name) for name in named}
+    texts = [text.format(digits(getattr(device, name))) for name, text in named.items()]
+    if not any(is_measured.values()):
+        return f"{', '.join(texts)} (all assumed; measure with hf-cp bench)"
+    sources = ["measured" if measured else "assumed" for measured in is_measured.values()]
+    return ", ".join(f"{text} ({source})" for text, source in zip(texts, sources, strict=True))
+
+
+def digits(value: float) -> str:
+    """Three significant ones, in plain notation.
+
+    >>> digits(0.06587), digits(45.0), digits(1350.4)
+    ('0.0659', '45.0', '1,350')
+    """
+    return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}"
+
+
 def ranking_table(plan: Plan, top: int) -> Table:
-    ties = plan.ties()
+    """The first splits: what they send, how long a micro-step takes, what they need."""
+    ties, waits = plan.ties(), any(candidate.step.waiting > 0 for candidate in plan.candidates)
     rows = []
     for candidate in plan.candidates[:top]:
         step = candidate.step
         rows.append(
             (
                 split(candidate),
-                candidate.config.ring_comm if candidate.config.ring_degree > 1 else "-",
+                engine(candidate),
                 f"{step.ulysses_bytes / GIB:.1f}",
                 f"{step.ring_bytes / GIB:.1f}",
                 f"{step.exposed:.3f}",
-                f"{step.seconds:.2f}",
-                f"{candidate.tokens_per_second:,.0f}",
+                *([f"{step.waiting:.3f}"] if waits else []),
+                digits(step.seconds),
+                digits(step.error),
+                digits(candidate.tokens_per_second),
                 f"{candidate.memory.total / GIB:.1f}",
+                f"{candidate.longest_row:,}",
                 note(candidate, plan, ties),
             )
         )
-    columns = ("dp x ring x ulysses", "engine", "a2a GiB", "ring GiB", "exposed s", "step s", "tokens/s/GPU", "GiB")
-    title = f"Splits of a row, best first (bytes of one GPU in one micro-step; within {TIE:.0%} counts as equal)"
-    return Table(title, (*columns, "note"), rows)
+    columns = [
+        "dp x ring x ulysses",
+        "engine",
+        "a2a GiB",
+        "ring GiB",
+        "exposed s",
+        *["wait s"] * waits,
+        "step s",
+        "+-",
+    ]
+    layout = plan.candidates[0].config.resolved_layout
+    title = (
+        f"Splits of a row, best first (layout {layout}; bytes of one GPU in one micro-step; +- s: if all rates err\n"
+        f"alike; within {TIE:.0%}, or where the errors could turn the order, counts as equal)"
+    )
+    return Table(title, (*columns, "tokens/s/GPU", "GiB", "longest row", "note"), rows)
+
+
+def engine(candidate: Candidate) -> str:
+    """What moves keys and values, and what it stands for."""
+    if candidate.config.ring_degree == 1:
+        return "-"
+    if candidate.config.ring_comm != "auto":
+        return candidate.config.ring_comm
+    return f"auto: {', '.join(candidate.engines)}"
 
 
 def split(candidate: Candidate) -> str:
+    """The degrees, outermost first."""
     config = candidate.config
     return f"{candidate.dp_size} x {config.ring_degree} x {config.ulysses_degree}"
 
 
 def note(candidate: Candidate, plan: Plan, ties: Sequence[Candidate]) -> str:
     """Why a row is where it is."""
-    if candidate is plan.recommended:
-        return "first choice"
     if not candidate.fits:
         return "does not fit"
     texts = ["as fast, by estimate"] if candidate in ties else []
+    if candidate is plan.recommended:
+        texts = ["first choice"]
+    if candidate.is_tight:
+        texts.append(f"under {SPARE:.0%} of the memory free")
     if not candidate.ulysses_in_node:
         texts.append("all-to-all between nodes")
     if plan.model.num_kv_heads % candidate.config.ulysses_degree:
@@ -251,16 +332,20 @@ def note(candidate: Candidate, plan: Plan, ties: Sequence[Candidate]) -> str:
 
 
 def placement_table(plan: Plan, candidate: Candidate) -> Table:
-    """Node by node: which ranks are there, and what they are; consecutive ranks share a Ulysses group."""
+    """Group by group: ranks that differ in one place only, all on one node; in large worlds the first ones."""
     config, cluster = candidate.config, plan.cluster
-    ranks = np.arange(cluster.num_gpus)
-    places = np.unravel_index(ranks, (candidate.dp_size, config.ring_degree, config.ulysses_degree))
+    sizes = (candidate.dp_size, config.ring_degree, config.ulysses_degree)
+    innermost = next((size for size in reversed(sizes) if size > 1), 1)
+    starts = sorted({*range(0, cluster.num_gpus, innermost), *range(0, cluster.num_gpus, cluster.gpus_per_node)})
     rows = []
-    for node in range(cluster.num_nodes):
-        on_node = slice(node * cluster.gpus_per_node, (node + 1) * cluster.gpus_per_node)
-        spans = [_span(values[on_node]) for values in (ranks, *places)]
-        rows.append((str(node), *spans))
-    return Table("Placement", ("node", "ranks", "dp", "ring", "ulysses"), rows)
+    for first, end in zip(starts, [*starts[1:], cluster.num_gpus], strict=True):
+        ranks = np.arange(first, end)
+        places = np.unravel_index(ranks, sizes)
+        rows.append((*(_span(values) for values in (ranks, *places)), str(first // cluster.gpus_per_node)))
+    if len(rows) > PLACEMENT_LINES:
+        rows = [*rows[: PLACEMENT_LINES - 2], ("...", *[""] * 4), rows[-1]]
+    title = f"Placement: rank = (dp * {config.ring_degree} + ring) * {config.ulysses_degree} + ulysses"
+    return Table(title, ("ranks", "dp", "ring", "ulysses", "node"), rows)
 
 
 def _span(values: np.ndarray) -> str:
@@ -269,6 +354,7 @@ def _span(values: np.ndarray) -> str:
 
 
 def judge(plan: Plan) -> Verdict:
+    """The first choice, or why there is none."""
     best = plan.recommended
     if best is None:
         smallest = plan.candidates[0]
@@ -281,12 +367,12 @@ def judge(plan: Plan) -> Verdict:
             "checkpointing, --mlp-chunk-tokens, LoRA, or a higher ZeRO stage.",
         )
     equals = len(plan.ties()) - 1
-    reason = "Ulysses inside a node, then the smallest group, then the fewest ring steps, then the fewest bytes"
-    tie = f"; {equals} other splits are as fast by estimate, the rule among them: {reason}" if equals else ""
+    rule = "memory to spare, Ulysses in a node, small groups, few ring steps"
+    tie = f"; first of {equals + 1} that count as equal, by {rule}" if equals else ""
     return Verdict(
         OK,
         f"ring_degree={best.config.ring_degree}, ulysses_degree={best.config.ulysses_degree}, dp {best.dp_size}: "
-        f"about {best.tokens_per_second:,.0f} tokens/s per GPU, {best.memory.total / GIB:.1f} GiB{tie}.",
+        f"about {digits(best.tokens_per_second)} tokens/s per GPU, {best.memory.total / GIB:.1f} GiB{tie}.",
     )
 
 
@@ -301,7 +387,13 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "longest_row": plan.longest_row,
         "recommended": plan.recommended and split(plan.recommended),
         "candidates": [
-            {**dataclasses.asdict(c), "split": split(c), "seconds": c.step.seconds, "total_bytes": c.memory.total}
+            {
+                **dataclasses.asdict(c),
+                "split": split(c),
+                "fits": c.fits,
+                "seconds": c.step.seconds,
+                "total_bytes": c.memory.total,
+            }
             for c in plan.candidates
         ],
     }

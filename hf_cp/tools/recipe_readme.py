@@ -5,6 +5,7 @@ Invariant: every command in it counts from the folder where the run starts, and 
 
 from __future__ import annotations
 
+import re
 import shlex
 import textwrap
 from collections.abc import Sequence
@@ -29,9 +30,10 @@ TIME_LIMITS = (
     "the run on every node within them."
 )
 OTHER_DEGREES = (
-    "How a row is split changes only rounding. `--ring_degree 1 --ulysses_degree 1` gives every process whole rows, "
-    "if they fit; attention and loss are those of transformers then. A step sees (processes / cp) x "
-    "`gradient_accumulation_steps` rows: keep that product, and the losses are the same."
+    "How a row is split changes only rounding. `--cp_size 1` gives every process whole rows, if they fit; attention "
+    "and loss are those of transformers then. Another `--cp_size` that divides the one above shrinks the ring first, "
+    "then Ulysses. A step sees (processes / cp) x `gradient_accumulation_steps` rows: keep that product, and the "
+    "losses are the same."
 )
 
 
@@ -63,7 +65,8 @@ def readme_file(
 ## First
 
 {_block(check_lines(where, plan, choice, recipe))}
-The last one compares the split model with one process, on two layers and your documents.
+The last one compares the split model with one process, on two layers and your documents; the doctor then finds its
+`verify.json`.
 
 ## The plan
 
@@ -92,11 +95,12 @@ def batch_note(plan: Plan, choice: Candidate) -> str:
 
 
 def launch_lines(where: str, plan: Plan, recipe: Recipe) -> str:
-    """With accelerate and, with DeepSpeed, torchrun; on several nodes also in a SLURM job."""
-    script = f"{shlex.quote(recipe.script)} {shlex.quote(f'{where}/train.yaml')}"
-    accelerate = f"accelerate launch --config_file {shlex.quote(f'{where}/accelerate.yaml')}"
+    """With accelerate, in a SLURM job and, with DeepSpeed, with torchrun."""
+    script = f"{shell_word(recipe.script)} {shell_word(f'{where}/train.yaml')}"
+    accelerate = f"accelerate launch --config_file {shell_word(f'{where}/accelerate.yaml')}"
     if plan.cluster.num_nodes == 1:
-        parts = [f"{accelerate} \\\n    {script}"]
+        job = f"srun --nodes 1 --ntasks 1 --gpus-per-node {plan.cluster.gpus_per_node} \\\n    {accelerate}"
+        parts = [f"{line} \\\n    {script}" for line in (accelerate, f"# or in a SLURM job\n{job}")]
     else:
         options = f"--machine_rank $NODE_RANK --main_process_ip $HEAD_NODE --main_process_port {PORT}"
         others = (
@@ -132,24 +136,25 @@ def _torchrun_lines(where: str, plan: Plan, script: str) -> str:
     )
     return (
         f"# or with torchrun\ntorchrun {place}--nproc_per_node {cluster.gpus_per_node} \\\n"
-        f"    {script} \\\n    --deepspeed {shlex.quote(f'{where}/deepspeed.json')}"
+        f"    {script} \\\n    --deepspeed {shell_word(f'{where}/deepspeed.json')}"
     )
 
 
 def check_lines(where: str, plan: Plan, choice: Candidate, recipe: Recipe) -> str:
     """What is worth a minute before the first long run."""
-    config, model, data = choice.config, recipe.model_name_or_path, recipe.dataset
+    config, model, data = choice.config, shell_word(recipe.model_name_or_path), shell_word(recipe.dataset)
     gpus = plan.cluster.gpus_per_node
     lora = f" --lora {recipe.lora_r}" if recipe.lora_r else ""
     ulysses = min(config.ulysses_degree, gpus)
     ring = min(config.ring_degree, gpus // ulysses)
     return (
-        f"hf-cp doctor --recipe {shlex.quote(where)}\n"
+        f"hf-cp doctor --recipe {shell_word(where)}\n"
         f"hf-cp pack --data {data} --tokenizer {model} \\\n"
         f"    --max-tokens {plan.seq_len} --ring {config.ring_degree} --ulysses {config.ulysses_degree}\n"
         f"torchrun --nproc_per_node {ring * ulysses} -m hf_cp verify \\\n"
         f"    --model {model} --data {data} --layers 2{lora} \\\n"
-        f"    --max-tokens {min(PROOF_TOKENS, plan.seq_len)} --ring-degree {ring} --ulysses-degree {ulysses}"
+        f"    --max-tokens {min(PROOF_TOKENS, plan.seq_len)} --ring-degree {ring} --ulysses-degree {ulysses} \\\n"
+        f"    --output {shell_word(f'{where}/verify.json')}"
     )
 
 
@@ -164,6 +169,20 @@ def environment_lines(num_nodes: int) -> str:
             "export TORCH_FR_BUFFER_SIZE=2000  # keeps the last collectives for a dump when one runs out of time",
         ]
     return "\n".join(lines)
+
+
+def shell_word(text: str) -> str:
+    """One word of a command line, which may stand in the single quotes of a SLURM job too.
+
+    >>> print(shell_word("runs/a"), shell_word("my runs/a"))
+    runs/a "my runs/a"
+
+    Raises:
+        ValueError: it has a single quote.
+    """
+    if "'" in text:
+        raise ValueError(f"{text} has a single quote, with which no line for SLURM can be written. Rename it.")
+    return text if shlex.quote(text) == text else '"' + re.sub(r'([\\"$`])', r"\\\1", text) + '"'
 
 
 def _filled(text: str) -> str:

@@ -15,12 +15,15 @@ from typing import Any
 
 import yaml
 
+from hf_cp.planning.memory import KEEPS_ATTENTION
 from hf_cp.planning.search import Candidate, Plan
+from hf_cp.tools.model_names import loadable_name
 from hf_cp.tools.plan import judge, memory_table, placement_table, ranking_table
 from hf_cp.tools.recipe_readme import readme_file
 
 PLAN_ROWS = 5  # of the ranking, in a README
 ACCELERATE, DEEPSPEED, TRAINING, README = "accelerate.yaml", "deepspeed.json", "train.yaml", "README.md"
+DATASET = "data/train.jsonl"  # where none is named
 
 # Comments of train.yaml.
 COMMENTS = {
@@ -59,7 +62,7 @@ class Recipe:
     command: str
     model_name_or_path: str
     script: str
-    dataset: str = "data/train.jsonl"
+    dataset: str = DATASET
     lora_r: int = 0
     backend: str = "deepspeed"
     layer_class: str = "LlamaDecoderLayer"
@@ -103,28 +106,31 @@ def write_files(folder: Path, files: Mapping[str, str]) -> None:
         (folder / name).write_text(text, encoding="utf-8")
 
 
-def write_planned(folder: Path, plan: Plan, *, model: str, command: str, script: str) -> None:
+def write_planned(folder: Path, plan: Plan, *, model: str, command: str, script: str, data: str | None = None) -> None:
     """What `hf-cp plan --write` does: the recipe of the plan's first choice, and the training script.
 
     Args:
         folder (`Path`): new, or without files of these names. Runs start in the current folder.
         plan (`Plan`): with a recommended candidate.
-        model (`str`): as it was named to the command.
+        model (`str`): as it was named to the command; train.yaml gets the hub name of a known model, the folder of a
+            config.json.
         command (`str`): the `hf-cp plan` command.
         script (`str`): text of the training script.
+        data (`str`, *optional*): the documents.
 
     Raises:
-        ValueError: nothing in the plan fits.
+        ValueError: nothing in the plan fits, or a name cannot stand in a command line.
         FileExistsError: a file is there already.
     """
     cluster, where = plan.cluster, folder.as_posix()
     recipe = Recipe(
         title=f"{model}, rows of {plan.seq_len:,} tokens, on {cluster.num_gpus} x {cluster.device.name}",
         command=command,
-        model_name_or_path=model,
+        model_name_or_path=loadable_name(model),
         script=f"{where}/finetune.py",
+        dataset=data or DATASET,
         lora_r=plan.training.lora_r,
-        notes=("Set `model_name_or_path` and `dataset` in `train.yaml` first.",),
+        notes=() if data else ("Set `dataset` in `train.yaml` first.",),
     )
     write_files(folder, recipe_files(where, plan, recipe) | {"finetune.py": script})
 
@@ -246,7 +252,7 @@ def _parallel_settings(plan: Plan, choice: Candidate, recipe: Recipe) -> dict[st
         **({"expected_zero_stage": training.zero_stage} if recipe.backend == "deepspeed" else {}),
         "loss_chunk_tokens": training.loss_chunk_tokens,
         **({"mlp_chunk_tokens": training.mlp_chunk_tokens} if training.mlp_chunk_tokens else {}),
-        "keep_attention": training.checkpointing == "keep_attention",
+        "keep_attention": training.checkpointing in KEEPS_ATTENTION,
         "timeout_seconds": 1800,
     }
 

@@ -23,7 +23,8 @@ PARTS: tuple[tuple[str, str, Callable[[StepRecord], float]], ...] = (
 
 
 def plot_run(path: str | os.PathLike, run: RunRecords) -> None:
-    """Draws two heat maps (attention work and own time of each rank and step, over the step's mean) and one step.
+    """Draws two heat maps (attention work and own time of each rank and step, over the step's mean), and of one step
+    how long each part takes in all.
 
     The step is the one whose slowest rank needs most time, over the step's mean; of several steps the first is not
     taken.
@@ -46,7 +47,7 @@ def plot_run(path: str | os.PathLike, run: RunRecords) -> None:
     top, middle, bottom = figure.subplots(3, 1)
     _heat_map(figure, top, work, run, "attention work of a rank, over the mean of the step")
     _heat_map(figure, middle, busy, run, "time that a rank needed by itself, over the mean of the step")
-    _timeline(bottom, [steps[worst] for steps in run.ranks])
+    _parts_of_step(bottom, [steps[worst] for steps in run.ranks])
     FigureCanvasAgg(figure).print_png(os.fspath(path))
 
 
@@ -81,7 +82,8 @@ def _heat_map(figure: Any, axes: Any, ratios: np.ndarray, run: RunRecords, title
     figure.colorbar(image, ax=axes)
 
 
-def _timeline(axes: Any, records: list[StepRecord]) -> None:
+def _parts_of_step(axes: Any, records: list[StepRecord]) -> None:
+    """Totals of the parts, stacked: the records say how long each takes in all, not when."""
     left = np.zeros(len(records))
     for label, color, seconds in PARTS:
         width = 1000 * np.array([seconds(record) for record in records])
@@ -89,5 +91,7 @@ def _timeline(axes: Any, records: list[StepRecord]) -> None:
         left += width
     axes.invert_yaxis()
     axes.yaxis.get_major_locator().set_params(integer=True)
-    axes.set(title=f"optimizer step {records[0].step}: where the time goes", xlabel="ms", ylabel="rank")
+    axes.set(
+        title=f"optimizer step {records[0].step}: totals of its parts, not in time order", xlabel="ms", ylabel="rank"
+    )
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.25), ncols=3, fontsize="small", frameon=False)

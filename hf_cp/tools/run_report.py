@@ -52,18 +52,23 @@ class RankSummary:
 
     @property
     def parts(self) -> tuple[float, ...]:
+        """Seconds of the parts of a step, in the order of the columns."""
         return self.data, self.work, self.ring_wait, self.ulysses_wait, self.other_wait, self.rest
 
     @property
     def busy(self) -> float:
+        """Seconds that the rank needs by itself."""
         return self.data + self.work
 
     @property
     def waited(self) -> float:
+        """Seconds spent waiting for peers."""
         return self.ring_wait + self.ulysses_wait + self.other_wait
 
     @classmethod
     def of(cls, rank: int, steps: Sequence[StepRecord]) -> RankSummary:
+        """Means over `steps`, of memory the most."""
+
         def of_step(name: str) -> float:
             return mean(getattr(step, name) for step in steps)
 

@@ -7,7 +7,10 @@ processes whose step has as many rows. Run it once, in one process, when no trai
 from __future__ import annotations
 
 import argparse
+import contextlib
+import sys
 
+from hf_cp.tools.output import OK, Table, Verdict, print_json, print_usage_error
 from hf_cp.training.universal import make_universal
 
 
@@ -17,14 +20,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--num-workers", type=int, default=1, help="processes that read and write; each holds one part in memory"
     )
+    parser.add_argument("--json", metavar="FILE", help="write the result as JSON; - for standard output")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Converts; 0 if it worked, 2 if there is no ZeRO checkpoint."""
+    """Converts; 0 if it worked, 2 if there is no ZeRO checkpoint. What DeepSpeed prints goes to standard error."""
     try:
-        folder = make_universal(args.checkpoint, num_workers=args.num_workers)
+        with contextlib.redirect_stdout(sys.stderr):
+            folder = make_universal(args.checkpoint, num_workers=args.num_workers)
     except ValueError as error:
-        print(f"hf-cp universal: {error}")
-        return 2
-    print(f"{folder}: ready for any number of processes. Resume from {args.checkpoint}.")
-    return 0
+        return print_usage_error(error)
+    verdict = Verdict(OK, f"ready for any number of processes. Resume from {args.checkpoint}.")
+    if args.json:
+        content = {"command": "universal", "checkpoint": args.checkpoint, "folder": folder, "verdict": str(verdict)}
+        print_json(content, args.json)
+    if args.json != "-":
+        Table("", ("", ""), (("checkpoint", args.checkpoint), ("universal", str(folder)))).print()
+        verdict.print()
+    return OK

@@ -92,6 +92,7 @@ class Baseline:
     format: int = FORMAT
 
     def save(self, path: str | os.PathLike) -> None:
+        """One line of JSON; a file that is there is replaced."""
         Path(path).write_text(json.dumps(json.loads(to_json(self)), separators=(",", ":")) + "\n", encoding="utf-8")
 
     @classmethod
@@ -127,10 +128,12 @@ class ReplayReport:
 
     @property
     def checks(self) -> tuple[Check, ...]:
+        """Every comparison, the untouched model's first."""
         return self.untouched + self.group
 
     @property
     def passed(self) -> bool:
+        """Whether the inputs are those of the baseline and every difference is within what it allows."""
         return not self.changed_inputs and all(check.ok for check in self.checks)
 
     @property

@@ -2,9 +2,9 @@
 
     torchrun --nproc_per_node 4 -m hf_cp verify --model DIR --data FILE.jsonl --ring-degree 2 --ulysses-degree 2
 
-`accelerate launch` does as well; on CPU too. Exit status of every process: 0 if all comparisons pass, 1 if one fails,
-2 if the settings do not fit (a launcher turns both into its own). Invariant: rank 0 alone prints, and an error of one
-process ends all of them.
+`accelerate launch` with a recipe's accelerate.yaml does as well; on CPU too, if that is a DeepSpeed one. Exit status
+of every process: 0 if all comparisons pass, 1 if one fails, 2 if the settings do not fit (a launcher turns both into
+its own). Invariant: rank 0 alone prints, and an error of one process ends all of them.
 """
 
 from __future__ import annotations

@@ -181,17 +181,20 @@ def _gradients(e: Evidence) -> Diagnosis | None:
 
 
 def _one_factor(e: Evidence) -> Diagnosis:
-    factor, world = e.gradient_factor, e.cp_size * e.dp_size
-    known = [("cp_size", e.cp_size), ("the data-parallel size", e.dp_size), ("the number of processes", world)]
-    known = [(name, size) for name, size in known if size > 1]
-    ratios = [(name, float(size)) for name, size in known] + [(f"1/{name}", 1 / size) for name, size in known]
-    for text, ratio in ratios:
-        if abs(factor / ratio - 1) < e.factor_tolerance:
-            return Diagnosis(
-                "loss_scale",
-                f"Gradients are {text} times too large (by {factor:.6g}): the loss is divided by the wrong number of "
-                "targets, or gradients are summed where they are averaged (or the other way round).",
-            )
+    """Names every size that the factor is: cp_size and the data-parallel size may be equal."""
+    factor = e.gradient_factor
+    sizes = [("cp_size", e.cp_size), ("the data-parallel size", e.dp_size)]
+    sizes = [(name, size) for name, size in sizes if size > 1]
+    if len(sizes) == 2:
+        sizes.append(("the number of processes", e.cp_size * e.dp_size))
+    ratios = [(name, float(size)) for name, size in sizes] + [(f"1/{name}", 1 / size) for name, size in sizes]
+    found = [name for name, ratio in ratios if abs(factor / ratio - 1) < e.factor_tolerance]
+    if found:
+        return Diagnosis(
+            "loss_scale",
+            f"Gradients are {' or '.join(found)} times too large (by {factor:.6g}): the loss is divided by the wrong "
+            "number of targets, or gradients are summed where they are averaged (or the other way round).",
+        )
     text = f"All gradients are {factor:.6g} times the right ones: look at what the loss is divided by."
     return Diagnosis("loss_scale", text)
 

@@ -50,6 +50,7 @@ class Errors:
 
     @classmethod
     def between(cls, reference: Run, found: Run, *, rms: bool = False) -> Errors:
+        """Of the steps that both have made; `rms`: tensors by root mean squares, not maxima, as in low precision."""
         pairs = list(zip(reference.losses, found.losses, strict=False))  # one may have been run for fewer steps
         signed = [(b - a) / abs(a) if a else b - a for a, b in pairs]
         _, gradient_distance = alignment(reference.gradients, found.gradients)
@@ -124,6 +125,7 @@ class Worst:
 
     @classmethod
     def of(cls, errors: dict[str, float], allowed: dict[str, float]) -> Worst:
+        """The name with the largest `error / allowed`."""
         name = max(errors, key=lambda name: excess(errors[name], allowed[name]))
         return cls(name, errors[name], allowed[name])
 

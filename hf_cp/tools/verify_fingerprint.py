@@ -49,6 +49,13 @@ class Fingerprint:
     def of(
         cls, model: torch.nn.Module, documents: Sequence[Mapping[str, Any]], *, tokenizer: Any = None
     ) -> Fingerprint:
+        """Of this process, now.
+
+        Args:
+            model (`torch.nn.Module`): patched or not.
+            documents (sequence of mappings): as [`verify_context_parallel`] takes them.
+            tokenizer (*optional*): that made the documents.
+        """
         base, state = base_causal_lm(model), context_parallel_state(model)
         inputs = {
             "model config": _digest(_config_text(base.config)),

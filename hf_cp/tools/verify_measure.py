@@ -77,6 +77,11 @@ class Measured:
 
     @classmethod
     def of(cls, row: Row, settings: Settings, progress: Callable[[str], None]) -> Measured:
+        """Runs everything; all processes must call it.
+
+        Raises:
+            RuntimeError: on every process, see [`check_equal_start`].
+        """
         progress("1 of 4: the untouched model in one process")
         is_low = row.dtype in LOW_PRECISION
         with in_fp32(row.model) if is_low else contextlib.nullcontext():
@@ -131,10 +136,12 @@ class Measured:
 
     @property
     def gradient(self) -> Worst:
+        """Of the group, in the first step."""
         return Worst.of(self.errors.gradients, self.allowed.gradients)
 
     @property
     def update(self) -> Worst:
+        """Of the group, the total of all steps."""
         return Worst.of(self.errors.updates, self.allowed.updates)
 
 

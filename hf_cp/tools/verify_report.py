@@ -35,6 +35,7 @@ class Check:
 
     @property
     def ok(self) -> bool:
+        """Whether it passes."""
         return self.difference <= self.allowed
 
 

@@ -97,6 +97,7 @@ class Row:
 
     @property
     def layout(self) -> SequenceLayout:
+        """Of the group."""
         return self.share["hf_cp_layout"]
 
     def untouched(self) -> tuple[float, Gradients]:
@@ -188,6 +189,7 @@ class Run:
 
     @property
     def grad_norm(self) -> float:
+        """Of all gradients of the first step together."""
         return math.sqrt(sum(float(g.double().square().sum()) for g in self.gradients.values()))
 
 

@@ -9,8 +9,8 @@ logs, which all ranks know alike; never in `log`, which a user may call on one r
 
 from __future__ import annotations
 
-import logging
 import os
+import sys
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import astuple
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_cp.models.moe import is_mixture
@@ -33,8 +34,6 @@ from hf_cp.training.profiling import StepProfiler
 from hf_cp.training.record_files import RecordWriter
 from hf_cp.training.run_info import RunInfo
 from hf_cp.training.scalars import Peak, run_scalars
-
-logger = logging.getLogger(__name__)
 
 
 class ContextParallelCallback(TrainerCallback):
@@ -92,12 +91,15 @@ class ContextParallelCallback(TrainerCallback):
         return self.meter
 
     def announce(self, info: RunInfo) -> None:
-        """The first micro-step has shown what runs: said once, by rank 0."""
+        """The first micro-step has shown what runs: rank 0 prints it, once, to standard error.
+
+        No logger: at the levels that nobody has set, the line would never be seen. tqdm keeps it clear of its bars.
+        """
         if self._has_announced:
             return
         self._has_announced = True
         if self.meter.mesh.rank == 0:
-            logger.info("%s", info)
+            tqdm.write(str(info), file=sys.stderr)
             if self._writer is not None:
                 self._writer.write_info(info)
 

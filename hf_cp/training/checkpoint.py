@@ -14,6 +14,7 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import json
+import logging
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,13 +22,16 @@ from typing import Any, NamedTuple
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from accelerate.utils.constants import FSDP_MODEL_NAME
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from hf_cp.data.position import LoaderPosition
 from hf_cp.parallel.mesh import ContextParallelMesh
 from hf_cp.parallel.status import exchange_status
 from hf_cp.training.universal import is_universal
+
+logger = logging.getLogger(__name__)
 
 FILE_NAME = "hf_cp.json"
 FORMAT = 1
@@ -136,23 +140,45 @@ def installed_versions() -> dict[str, str]:
 
 
 def find_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str) -> str | None:
-    """The folder that the Trainer resumes from: what is named, or the last one in `output_dir` for `True`.
+    """The folder that the Trainer resumes from: what is named, or the last complete one in `output_dir` for `True`.
+
+    The Trainer writes its state last: a checkpoint without it was being written when the run ended.
 
     Raises:
-        ValueError: there is none, or it is incomplete (the Trainer writes its state last).
+        ValueError: there is none, or the one that is named is incomplete.
     """
     if not resume_from_checkpoint:
         return None
-    folder = get_last_checkpoint(output_dir) if resume_from_checkpoint is True else str(resume_from_checkpoint)
-    if folder is None:
-        raise ValueError(f"There is no checkpoint in {output_dir} to resume from. Pass the folder of one.")
-    if not os.path.isfile(os.path.join(folder, TRAINER_STATE_NAME)):
-        complete = sorted(path.parent.name for path in Path(folder).parent.glob(f"checkpoint-*/{TRAINER_STATE_NAME}"))
+    if resume_from_checkpoint is True:
+        return _last_complete(output_dir)
+    folder = Path(resume_from_checkpoint)
+    if not (folder / TRAINER_STATE_NAME).is_file():
+        complete = [path.name for path in _complete_checkpoints(folder.parent)]
         raise ValueError(
             f"{folder} is not a complete checkpoint: {TRAINER_STATE_NAME}, which is written last, is missing.\n"
             f"  Resume from another one (complete beside it: {', '.join(complete) or 'none'}) and delete it."
         )
-    return folder
+    return str(folder)
+
+
+def _last_complete(output_dir: str) -> str:
+    newest, complete = get_last_checkpoint(output_dir), _complete_checkpoints(Path(output_dir))
+    if not complete:
+        incomplete = "" if newest is None else f" ({newest} is incomplete: it has no {TRAINER_STATE_NAME})"
+        raise ValueError(
+            f"There is no checkpoint in {output_dir} to resume from{incomplete}.\n"
+            "  Pass the folder of one, or begin anew."
+        )
+    if Path(newest) != complete[-1]:
+        logger.warning("%s was not written to its end; going on from %s.", newest, complete[-1])
+    return str(complete[-1])
+
+
+def _complete_checkpoints(output_dir: Path) -> list[Path]:
+    """The oldest first."""
+    found = [path.parent for path in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")]
+    numbered = [folder for folder in found if folder.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-").isdigit()]
+    return sorted(numbered, key=lambda folder: int(folder.name.rpartition("-")[2]))
 
 
 class Found(NamedTuple):
@@ -207,6 +233,26 @@ def check_states(saved: CheckpointRecord, current: CheckpointRecord, *, change: 
         raise ValueError(
             f"ZeRO has cut the checkpoint's optimizer state into {saved.world_size} parts, this run has "
             f"{current.world_size} processes.\n{both}\n  {change}"
+        )
+
+
+def check_fsdp_form(folder: str | os.PathLike, state_dict_type: str) -> None:
+    """Is FSDP's state in the form that accelerate will look for? Either form fits any number of processes.
+
+    Args:
+        folder (`str` or `os.PathLike`): the checkpoint.
+        state_dict_type (`str`): this run's, "FULL_STATE_DICT" or "SHARDED_STATE_DICT".
+
+    Raises:
+        ValueError: it is in the other form, or there is none.
+    """
+    files = {"FULL_STATE_DICT": f"{FSDP_MODEL_NAME}.bin", "SHARDED_STATE_DICT": f"{FSDP_MODEL_NAME}_0"}
+    saved = next((form for form, name in files.items() if (Path(folder) / name).exists()), None)
+    if saved != state_dict_type:
+        change = "Resume from a checkpoint that was written under FSDP, without save_only_model."
+        raise ValueError(
+            f"{folder} holds {saved or 'no state'} of FSDP, this run reads {state_dict_type} "
+            f"({files[state_dict_type]}).\n  {f'Set state_dict_type to {saved}.' if saved else change}"
         )
 
 

@@ -13,6 +13,8 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
+from hf_cp.data.collator import DataCollatorForContextParallel
+
 
 def check_parallelism_config(parallelism_config: Any) -> None:
     """Refuses accelerate's own sequence, context and tensor parallelism beside ours.
@@ -32,6 +34,37 @@ def check_parallelism_config(parallelism_config: Any) -> None:
             f"accelerate's ParallelismConfig is on ({shown}) together with hf_cp: every row would be cut twice.\n"
             "  Leave these sizes at 1 (unset PARALLELISM_CONFIG_CP_SIZE, ..._SP_SIZE, ..._TP_SIZE) and give the "
             "degrees to ContextParallelConfig."
+        )
+
+
+def check_data_loading(accelerator: Accelerator) -> None:
+    """Refuses accelerate's ways of cutting batches or sending them out.
+
+    Raises:
+        ValueError: `split_batches` or `dispatch_batches` is set.
+    """
+    loading = accelerator.dataloader_config
+    if loading.split_batches or loading.dispatch_batches:
+        raise ValueError(
+            f"DataLoaderConfiguration has split_batches={loading.split_batches}, "
+            f"dispatch_batches={loading.dispatch_batches}, but every rank makes its own shard of a row.\n"
+            "  Leave both unset."
+        )
+
+
+def check_own_loader(data_loader: Any) -> None:
+    """Refuses to prepare a user's own loader of shards: accelerate deals batch after batch to rank after rank.
+
+    Raises:
+        ValueError: its collator cuts a row for several ranks.
+    """
+    collator = getattr(data_loader, "collate_fn", None)
+    if isinstance(collator, DataCollatorForContextParallel) and collator.config.cp_size > 1:
+        raise ValueError(
+            f"accelerate would give every rank other batches of this {type(data_loader).__name__}, but the "
+            f"cp_size={collator.config.cp_size} ranks of a row must shard the same documents.\n"
+            "  Use plugin.data_loader(documents, max_tokens=...), which deals rows to groups. A loader of your own "
+            "that gives the same documents to all ranks of a group works if it is not prepared."
         )
 
 

@@ -90,11 +90,12 @@ class EvaluationMixin:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         inputs = {name: self._prepare_input(value) for name, value in inputs.items()}
         shard = None if self._predictions is None else self._predictions.start_step(inputs["labels"])
+        num_targets, losses = (inputs["shift_labels"] != IGNORE_INDEX).sum(), None
         with torch.no_grad(), self.compute_loss_context_manager():
-            loss_sum, losses = evaluate_row(
-                model, inputs, label_smoothing=self.args.label_smoothing_factor, on_logits=shard
-            )
-            num_targets = (inputs["shift_labels"] != IGNORE_INDEX).sum()
+            if shard is not None or not is_sft(type(self)):
+                loss_sum, losses = evaluate_row(
+                    model, inputs, label_smoothing=self.args.label_smoothing_factor, on_logits=shard
+                )
             if is_sft(type(self)):  # the loss is of its type, a mean over local targets; it notes its metrics, too
                 loss_sum = self.compute_loss(model, inputs) * num_targets
         self._eval_sums = self._eval_sums + torch.stack([loss_sum.double(), num_targets.double()]).cpu()
@@ -112,10 +113,15 @@ class EvaluationMixin:
     def _check_can_evaluate(self) -> None:
         if self.is_deepspeed_enabled and self.deepspeed is None:
             stage = self.accelerator.state.deepspeed_plugin.zero_stage
-            raise RuntimeError(
-                f"Evaluation before train() is not supported with DeepSpeed (ZeRO stage {stage}): its engine is made "
-                "when training begins.\n  Set eval_on_start=True to evaluate before the first step."
-            )
+            missing = f"DeepSpeed (ZeRO stage {stage}): its engine is made"
+        elif self.accelerator.is_fsdp2 and not getattr(self.model, "_is_accelerate_prepared", False):
+            missing = "FSDP 2: accelerate shards model and optimizer together,"
+        else:
+            return
+        raise RuntimeError(
+            f"Evaluation before train() is not supported with {missing} when training begins.\n"
+            "  Set eval_on_start=True to evaluate before the first step."
+        )
 
     def _set_step_rates(self, metrics: dict[str, float]) -> None:
         for key in [key for key in metrics if key.endswith("_steps_per_second") and key != "train_steps_per_second"]:

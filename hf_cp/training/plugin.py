@@ -28,7 +28,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +45,14 @@ from hf_cp.data.streaming import BUFFER_DOCUMENTS, StreamDataLoader, is_stream
 from hf_cp.parallel.mesh import ContextParallelMesh
 from hf_cp.parallel.reduce import sum_over_world
 from hf_cp.training.checkpoint import CheckpointRecord, check_states, harmless_differences
-from hf_cp.training.checks import check_launch, check_parallelism_config, is_fsdp_launched
-from hf_cp.training.precision import check_gradient_precision, reduce_fsdp_in_fp32
+from hf_cp.training.checks import (
+    check_data_loading,
+    check_launch,
+    check_own_loader,
+    check_parallelism_config,
+    is_fsdp_launched,
+)
+from hf_cp.training.precision import check_comm_hook, check_gradient_precision, reduce_fsdp_in_fp32
 from hf_cp.training.zero import check_batch_sizes, check_precision, complete_zero_config, make_zero_config
 
 logger = get_logger(__name__)
@@ -97,8 +103,8 @@ class ContextParallelPlugin:
                 not W.
 
         Raises:
-            ValueError: the number of processes does not fit, accelerate's own cp/sp/tp sizes are not 1, or the
-                DeepSpeed config contradicts the run.
+            ValueError: the number of processes does not fit, accelerate's own cp/sp/tp sizes are not 1, batches are
+                to be split or dispatched, or the DeepSpeed config contradicts the run.
             RuntimeError: fewer processes run than were launched, or DeepSpeed or FSDP is silently off.
         """
         check_parallelism_config(kwargs.get("parallelism_config"))
@@ -113,8 +119,9 @@ class ContextParallelPlugin:
             # So the processes are joined first, with the user's time limit; the Accelerator then finds them.
             handlers = [h for h in kwargs.get("kwargs_handlers") or () if isinstance(h, InitProcessGroupKwargs)]
             PartialState(cpu=True, **(handlers[0].to_kwargs() if handlers else {}))
-        accelerator = Accelerator(**{"step_scheduler_with_optimizer": False, **kwargs})
+        accelerator = _Accelerator(**{"step_scheduler_with_optimizer": False, **kwargs})
         check_parallelism_config(accelerator.parallelism_config)
+        check_data_loading(accelerator)
         check_launch(
             accelerator,
             cp_size=self.config.cp_size,
@@ -122,6 +129,7 @@ class ContextParallelPlugin:
             fsdp_requested=kwargs.get("fsdp_plugin") is not None or is_fsdp_launched(),
             mixed_precision=kwargs.get("mixed_precision"),
         )
+        check_comm_hook(accelerator, cp_size=self.config.cp_size)
         if accelerator.distributed_type == DistributedType.DEEPSPEED:
             self._check_deepspeed(accelerator)
         if accelerator.distributed_type == DistributedType.FSDP:
@@ -131,7 +139,7 @@ class ContextParallelPlugin:
         self._accelerator = accelerator
         self._mesh = ContextParallelMesh(self.config, device_type=accelerator.device.type)
         accelerator.register_save_state_pre_hook(self._save_record)
-        accelerator.register_load_state_pre_hook(self._check_record)
+        accelerator.before_load = self._check_record
         return accelerator
 
     def data_loader(
@@ -300,10 +308,15 @@ class ContextParallelPlugin:
         return CheckpointRecord.of(self._ready(), self.mesh, rows_per_step=self.rows_per_step)
 
     def _save_record(self, models: list, weights: list, output_dir: str) -> None:
+        if not self._ready().sync_gradients:
+            raise RuntimeError(
+                "save_state was called inside an accumulation window: its gradients so far are in no checkpoint, and "
+                "the loader is at the window's end already.\n  Save after the window's optimizer step."
+            )
         if self._ready().is_main_process:
             self._record().save(output_dir)
 
-    def _check_record(self, models: list, input_dir: str) -> None:
+    def _check_record(self, input_dir: str) -> None:
         saved, current = CheckpointRecord.load(input_dir), self._record()
         if saved is None:
             return  # written without this plugin; a packed loader's position is checked by the loader
@@ -316,3 +329,24 @@ class ContextParallelPlugin:
         if self._accelerator is None:
             raise RuntimeError("There is no Accelerator yet. Call plugin.accelerator(...) first.")
         return self._accelerator
+
+
+class _Accelerator(Accelerator):
+    """Shows a checkpoint to `before_load` first; accelerate's own hooks come after DeepSpeed and FSDP have loaded.
+
+    Refuses loaders whose batches it would deal to the wrong ranks.
+    """
+
+    before_load: Callable[[str], None]
+
+    def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
+        if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
+            folders = Path(self.project_dir, "checkpoints").glob("checkpoint_*")
+            input_dir = str(max(folders, key=lambda folder: int(folder.name.split("_")[1])))
+        if input_dir is not None:
+            self.before_load(input_dir)
+        super().load_state(input_dir, *args, **kwargs)
+
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        check_own_loader(data_loader)
+        return super().prepare_data_loader(data_loader, *args, **kwargs)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
+from accelerate.utils import DDPCommunicationHookType, DistributedType
 from torch import nn
 
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
@@ -73,4 +73,15 @@ def check_gradient_precision(model: nn.Module, accelerator: Accelerator, *, cp_s
             "ranks, which hold parts of one gradient.\n"
             "  Keep trainable weights in fp32 and use mixed_precision='bf16' (bf16=True in TrainingArguments); frozen "
             "weights may stay in 16 bits."
+        )
+
+
+def check_comm_hook(accelerator: Accelerator, *, cp_size: int) -> None:
+    """Raises ValueError if DDP is told to compress what it reduces."""
+    handler = accelerator.ddp_handler
+    if cp_size > 1 and handler is not None and handler.comm_hook != DDPCommunicationHookType.NO:
+        raise ValueError(
+            f"DistributedDataParallelKwargs has comm_hook={handler.comm_hook.value!r}, which rounds gradients before "
+            f"they are added up; the cp_size={cp_size} ranks of a row hold parts of one gradient.\n"
+            "  Leave comm_hook at its default."
         )

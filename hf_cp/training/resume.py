@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
 
 import torch
 from accelerate.logging import get_logger
@@ -18,6 +17,7 @@ from hf_cp.parallel.mesh import ContextParallelMesh
 from hf_cp.training.checkpoint import (
     CheckpointRecord,
     Found,
+    check_fsdp_form,
     check_states,
     check_steps,
     find_checkpoint,
@@ -35,13 +35,27 @@ class CheckpointsMixin:
     _train_loader: ContextParallelDataLoader | StreamDataLoader | None = None
     _resumed: CheckpointRecord | None = None  # while train() goes on from one
 
-    def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """As stock, with `hf_cp.json` beside the weights."""
-        if self._own_rows:
-            record = self._record()  # on every process: before training it makes the process groups
-            if self.args.should_save:
-                record.save(self.args.output_dir if output_dir is None else output_dir)
-        super().save_model(output_dir, *args, **kwargs)
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As stock, with `hf_cp.json` beside the weights; these are whole, also with FSDP's SHARDED_STATE_DICT."""
+        if not self._own_rows:
+            return super().save_model(output_dir, _internal_call)
+        record = self._record()  # on every process: before training it makes the process groups
+        if self.args.should_save:
+            record.save(self.args.output_dir if output_dir is None else output_dir)
+        is_checkpoint = _internal_call and output_dir is not None
+        with self._whole_weights() if self.is_fsdp_enabled and not is_checkpoint else nullcontext():
+            super().save_model(output_dir, _internal_call)
+
+    @contextmanager
+    def _whole_weights(self) -> Iterator[None]:
+        """Inside, the Trainer's `save_model` writes weights; with SHARDED_STATE_DICT it would silently write none."""
+        plugin = self.accelerator.state.fsdp_plugin
+        chosen = plugin.state_dict_type
+        plugin.set_state_dict_type("FULL_STATE_DICT")
+        try:
+            yield
+        finally:
+            plugin.set_state_dict_type(chosen)
 
     def _record(self) -> CheckpointRecord:
         return CheckpointRecord.of(
@@ -94,6 +108,8 @@ class CheckpointsMixin:
             change=f"Run `hf-cp universal {found.folder}` once, or resume with {saved.world_size} processes.",
             may_differ=found.is_universal,
         )
+        if self.accelerator.is_fsdp2:
+            check_fsdp_form(found.folder, self.accelerator.state.fsdp_plugin.state_dict_type.name)
         if not self.args.ignore_data_skip:
             check_steps(saved, current)
         differences = harmless_differences(saved, current)

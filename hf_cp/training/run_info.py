@@ -52,7 +52,10 @@ class RunInfo:
         rows = "rows of any length"
         if self.max_tokens is not None:
             rows = f"rows of up to {self.max_tokens:,} tokens ({-(-self.max_tokens // self.cp_size):,} a rank)"
-        of_a_step = f"{self.rows_per_step:,} {'documents' if self.max_tokens is None else 'rows'}"
+        plural = "" if self.rows_per_step == 1 else "s"
+        of_a_step = f"{self.rows_per_step:,} document{plural}"
+        if self.max_tokens is not None:
+            of_a_step = f"{self.rows_per_step:,} row{plural} (up to {self.rows_per_step * self.max_tokens:,} tokens)"
         return (
             f"hf_cp: dp {self.dp} x ring {self.ring} x ulysses {self.ulysses} | layout {self.layout} | "
             f"engine {self.engine} | kernel {self.kernel} | {rows} | {of_a_step} per optimizer step"

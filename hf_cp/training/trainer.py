@@ -13,7 +13,8 @@ and without packing nothing is overridden: it is the stock Trainer, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,7 +39,13 @@ from hf_cp.training.resume import CheckpointsMixin
 from hf_cp.training.rows import make_train_loader
 from hf_cp.training.sft import complete_sft, exact_token_count, is_sft, joins_rows_itself
 from hf_cp.training.telemetry import TelemetryMixin
-from hf_cp.training.zero import check_batch_sizes, check_precision, complete_zero_config, keep_grad_norm
+from hf_cp.training.zero import (
+    check_batch_sizes,
+    check_precision,
+    check_saved_weights,
+    complete_zero_config,
+    keep_grad_norm,
+)
 
 logger = get_logger(__name__)
 
@@ -70,6 +77,7 @@ class ContextParallelTrainerMixin(EvaluationMixin, CheckpointsMixin, TelemetryMi
     """
 
     stream_buffer_documents: int = BUFFER_DOCUMENTS
+    _steps_before: int | None = None  # optimizer steps that were done when the latest one began, in train()
 
     def __init__(
         self,
@@ -143,6 +151,7 @@ class ContextParallelTrainerMixin(EvaluationMixin, CheckpointsMixin, TelemetryMi
         if added:
             logger.info(f"DeepSpeed config completed with {', '.join(added)}.")
         check_precision(config, mixed_precision=self.accelerator.mixed_precision)
+        check_saved_weights(config, is_adapter=hasattr(self.model, "get_base_model"))
         check_batch_sizes(
             config,
             micro_batch_size=micro,
@@ -253,7 +262,7 @@ class ContextParallelTrainerMixin(EvaluationMixin, CheckpointsMixin, TelemetryMi
         """
         if self._own_rows:
             self._prepare_to_train()
-        with self._resuming(resume_from_checkpoint) as checkpoint:
+        with self._resuming(resume_from_checkpoint) as checkpoint, self._named_errors():
             output = super().train(checkpoint, *args, **kwargs)
         return output._replace(training_loss=output.metrics["train_loss"]) if self._own_rows else output
 
@@ -266,20 +275,32 @@ class ContextParallelTrainerMixin(EvaluationMixin, CheckpointsMixin, TelemetryMi
             # The ranks of a row must not drop the same units of different tokens. Adapters are initialised by now.
             torch.manual_seed(self.args.seed + self.cp_mesh.cp_rank)
 
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As stock. An error, of whatever library, gets a note with the rank and the step."""
-        if self._own_rows and self.is_deepspeed_enabled:
-            keep_grad_norm(self.deepspeed)
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """An error inside, of whatever library, gets a note with the rank and the step."""
+        self._steps_before = None
         try:
-            return super().training_step(*args, **kwargs)
+            yield
         except Exception as error:
             if self._own_rows:
-                step = self.state.global_step + 1
-                error.add_note(f"hf_cp: {self.cp_mesh.name}, optimizer step {step}; {self.cp_mesh.place}.")
+                error.add_note(f"hf_cp: {self.cp_mesh.name}, {self._step_name()}; {self.cp_mesh.place}.")
             raise
+
+    def _step_name(self) -> str:
+        done = self.state.global_step
+        if self._steps_before is None:
+            return "before the first optimizer step"
+        return f"optimizer step {done + 1}" if self._steps_before == done else f"after optimizer step {done}"
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As stock; a DeepSpeed engine that would not know its gradient norm is told to keep it."""
+        if self._own_rows and self.is_deepspeed_enabled:
+            keep_grad_norm(self.deepspeed)
+        return super().training_step(*args, **kwargs)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list, torch.Tensor | int | None]:
         """As stock; an accumulation window without any target has a loss of 0, not of 0 / 0."""
+        self._steps_before = self.state.global_step
         batches, num_items = super().get_batch_samples(*args, **kwargs)
         if self._own_rows and num_items is not None:
             num_items = num_items.clamp(min=1)

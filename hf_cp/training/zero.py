@@ -20,6 +20,8 @@ import torch
 
 ZERO_STAGES = (0, 1, 2, 3)
 
+GATHER_WEIGHTS = "stage3_gather_16bit_weights_on_model_save"
+
 _SEQUENCE_KEYS = ("sequence_parallel_size", "data_parallel_size")
 
 
@@ -106,11 +108,7 @@ def complete_zero_config(config: dict[str, Any], *, micro_batch_size: int, gradi
             f"The DeepSpeed config has tensor_parallel.autotp_size={tensor_degree}, which is not supported.\n"
             "  Remove it, or set it to 1."
         )
-    if config.get("communication_data_type", "auto") not in ("auto", "fp32"):
-        raise ValueError(
-            f"The DeepSpeed config has communication_data_type={config['communication_data_type']!r}, but the ranks "
-            "of a row hold parts of one gradient, which are summed in fp32.\n  Set it to 'fp32', or remove it."
-        )
+    _check_reduction_dtype(config)
     defaults = {
         "train_micro_batch_size_per_gpu": micro_batch_size,
         "gradient_clipping": float(gradient_clipping),
@@ -119,7 +117,27 @@ def complete_zero_config(config: dict[str, Any], *, micro_batch_size: int, gradi
     added = {key: value for key, value in defaults.items() if config.get(key, "auto") == "auto"}
     config.update(added)
     config.setdefault("train_batch_size", "auto")  # accelerate fills in micro x GA x W
+    zero = config.get("zero_optimization", {})
+    if zero.get("stage") == 3 and zero.get(GATHER_WEIGHTS, "auto") == "auto":
+        zero[GATHER_WEIGHTS] = added[GATHER_WEIGHTS] = True  # else a saved model has no weights
     return [f"{key}={value}" for key, value in added.items()]
+
+
+def _check_reduction_dtype(config: dict[str, Any]) -> None:
+    """Refuses what lets DeepSpeed add up parts of a gradient in less than fp32."""
+    zero, dtype = config.get("zero_optimization", {}), config.get("communication_data_type", "auto")
+    settings = {  # torch_autocast reduces the gradients of linear layers in its own type, whatever else is set
+        f"communication_data_type={dtype!r}": dtype not in ("auto", "fp32"),
+        "torch_autocast.enabled=true": config.get("torch_autocast", {}).get("enabled", False),
+        "zero_optimization.zero_quantized_gradients=true": zero.get("zero_quantized_gradients", False),
+    }
+    found = [setting for setting, is_set in settings.items() if is_set]
+    if found:
+        raise ValueError(
+            f"The DeepSpeed config has {' and '.join(found)}, but the ranks of a row hold parts of one gradient, "
+            "which are summed in fp32.\n  Remove it (communication_data_type may be 'fp32'); for bf16 use DeepSpeed's "
+            "bf16 section."
+        )
 
 
 def check_batch_sizes(
@@ -147,6 +165,26 @@ def check_batch_sizes(
                 f"The DeepSpeed config has {key}={given}, but this run has {value} ({meaning}).\n"
                 f"  Set {key} to 'auto' in the DeepSpeed config."
             )
+
+
+def check_saved_weights(config: dict[str, Any], *, is_adapter: bool) -> None:
+    """Refuses a ZeRO-3 run whose saved models would have no weights.
+
+    Args:
+        config (`dict`): a DeepSpeed config, after [`complete_zero_config`].
+        is_adapter (`bool`): the model is a `PeftModel`, whose adapters are always gathered and saved.
+
+    Raises:
+        ValueError: DeepSpeed is told not to gather weights.
+    """
+    zero = config.get("zero_optimization", {})
+    if zero.get("stage") == 3 and not zero.get(GATHER_WEIGHTS) and not is_adapter:
+        raise ValueError(
+            f"The DeepSpeed config has ZeRO stage 3 and {GATHER_WEIGHTS}={zero.get(GATHER_WEIGHTS)}: save_model would "
+            "write a model without weights.\n"
+            f"  Set {GATHER_WEIGHTS} to true in the file (accelerate takes 'auto' for false), or start "
+            "`accelerate launch` with --zero3_save_16bit_model true."
+        )
 
 
 def check_precision(config: dict[str, Any], *, mixed_precision: str) -> None:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -165,6 +166,20 @@ MIXED = [Tile(0, 4, 0, 4, None, 0), Tile(4, 3, 4, 5, None, None), Tile(7, 5, 9, 
 @pytest.mark.parametrize(("tiles", "num_calls"), [(DOCUMENTS, 1), (APART, 2), (MIXED, 2)])
 def test_many_tiles_in_one_call(stand_ins, name, tiles, num_calls):
     check_calls(stand_ins[name], tiles, 2, num_calls)
+
+
+def test_a_call_has_tiles_of_similar_length_and_not_too_many(stand_ins):
+    """flash-attn starts work for every tile as if it were the longest, and has a workspace per tile."""
+    lengths = [100, 5000, 50, 200] + [10] * 600
+    starts = np.cumsum([0, *lengths])
+    tiles = [Tile(int(start), n, int(start), n, None, 0) for start, n in zip(starts, lengths, strict=False)]
+    groups = plan_calls(tiles, stand_ins["aten"], CPU)
+    assert sorted(len(group.tiles) for group in groups) == [1, 91, 256, 256]
+    assert {tile.q_len for group in groups for tile in group.tiles if len(group.tiles) == 1} == {5000}
+    for group in groups:
+        rows = np.arange(sum(lengths))[group.q_slots]
+        assert rows.tolist() == [s for t in group.tiles for s in range(t.q_start, t.q_start + t.q_len)]
+        assert group.area == sum(tile.area for tile in group.tiles)
 
 
 def test_neighbouring_rows_are_not_copied(stand_ins):

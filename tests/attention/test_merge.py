@@ -33,6 +33,15 @@ def test_empty_blocks_leave_everything_as_it_is():
     assert out.equal(whole_out) and lse.equal(whole_lse)
 
 
+def test_a_nan_is_not_lost():
+    """One process would have it in its output, too."""
+    q, k, v, _ = random_row(6, 2, 2, 4)
+    out, lse = empty_result(q)
+    merge_(out, lse, *block(q, k[:3], v[:3]))
+    merge_(out, lse, *block(q, k[3:] * torch.nan, v[3:]))
+    assert out.isnan().all() and lse.isnan().all()
+
+
 def test_the_accumulator_is_fp32_and_not_the_input():
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         q = torch.ones(3, 2, 4, dtype=dtype)

@@ -159,7 +159,7 @@ def test_refusals():
         list(make_loader(Stream([1] * 23 + [99] + [1] * 5)))
 
 
-def test_buffers_of_which_nothing_is_left_are_passed_over():
+def test_buffers_of_which_nothing_is_left_are_passed_over(caplog):
     """Of 6 buffers of 2 documents the second and the fourth hold only long or empty ones."""
     lengths = [3, 3, 40, 50, 4, 4, 0, 30, 5, 5, 6, 6]
 
@@ -170,6 +170,7 @@ def test_buffers_of_which_nothing_is_left_are_passed_over():
 
     numbers = {number for row in rows_of(itertools.islice(make(lengths), 4)) for number in row}
     assert numbers == {0, 1, 4, 5, 8, 9, 10, 11}
+    assert caplog.text.count("left out or cut") == 1
     with pytest.raises(ValueError, match=r"In pass 0 of OneOrder: No document is left .*: 1 empty, 3 longer than"):
         next(iter(make([40, 50, 0, 30])))
 

@@ -57,6 +57,8 @@ def check(request, name: str, max_grad_norm: float) -> None:
     for record in records:
         difference = worst_difference(record, expected, start)
         assert max(vars(difference).values()) < 1e-10, difference
+        logged = [entry["loss"] for entry in record.log_history if "loss" in entry]
+        assert logged == pytest.approx(expected.losses, rel=1e-6)  # the Trainer adds up in fp32
 
 
 @pytest.mark.parametrize("name", TABLE)

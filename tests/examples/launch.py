@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -39,10 +40,15 @@ def accelerate_launch(config_file: Path, script: str, *options: str, timeout: fl
 
 def run(arguments: list[str], *, timeout: float) -> Finished:
     """`python arguments` in the root of the clone; all its processes end with the time limit."""
+    return run_command([sys.executable, *arguments], timeout=timeout)
+
+
+def run_command(command: list[str], *, timeout: float, variables: Mapping[str, str] | None = None) -> Finished:
+    """Any command, with more environment variables; see [`run`]."""
     process = subprocess.Popen(
-        [sys.executable, *arguments],
+        command,
         cwd=ROOT,
-        env=environment(),
+        env=environment() | dict(variables or {}),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -54,7 +60,7 @@ def run(arguments: list[str], *, timeout: float) -> Finished:
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
-        raise AssertionError(f"{arguments} did not end within {timeout:.0f} s:\n{output[-4000:]}") from None
+        raise AssertionError(f"{command} did not end within {timeout:.0f} s:\n{output[-4000:]}") from None
     return Finished(process.returncode, output)
 
 

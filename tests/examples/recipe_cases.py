@@ -1,13 +1,13 @@
 """What test_recipes_run.py launches: one of four processes that run the recipes for GPUs, scaled down to CPU.
 
-    accelerate launch --config_file ... tests/examples/recipe_cases.py FOLDER NAME[:once] ...
+    torchrun ... -m tests.examples.recipe_cases FOLDER NAME:[COMPARISON,...] ... --deepspeed recipes/.../deepspeed.json
 
-FOLDER/NAME has the tiny model, the documents, `options.json` and a scaled accelerate.yaml. Each recipe runs three
-times: as it is, with files written; then, unless it is marked "once", in fp32 with its degrees and with whole rows.
-Rank 0 writes what these two logged to FOLDER/NAME/losses.json.
+FOLDER/NAME has the tiny model, the documents, `options.json` and a scaled accelerate.yaml. Each recipe runs as it is,
+with files written, then in fp32 once for every comparison: with its degrees ("split"), with `--cp_size 1` ("whole")
+or 2 ("lower"). Rank 0 writes what these logged to FOLDER/NAME/losses.json.
 
-The launcher has read the accelerate.yaml of the first recipe only. For the others the variables that `accelerate
-launch` would set are computed by its own functions.
+The first recipe is started by the torchrun line of its README. For the others the variables that `accelerate launch`
+would set are computed by its own functions. At the end come the launched checks of `hf-cp doctor`, on FOLDER/doctor.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from unittest.mock import patch
 
+import deepspeed
 import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.commands import launch
@@ -27,6 +28,7 @@ from accelerate.utils import DistributedType
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from hf_cp.tools.cli import main as hf_cp
 from tests.examples.launch import ROOT, load
 
 FP32 = ["--bf16", "false", "--model_dtype", "float32"]
@@ -71,10 +73,12 @@ def let_fsdp_run(script: ModuleType) -> None:
     script.parse_arguments = parse_and_claim
 
 
-def run_recipe(script: ModuleType, folder: Path, variables: dict[str, str], *, comparisons: tuple[str, ...]) -> None:
-    """As it is, and in fp32 for each of the `comparisons`."""
+def run_recipe(
+    script: ModuleType, folder: Path, variables: dict[str, str], *, comparisons: list[str], more: list[str]
+) -> None:
+    """As it is, and in fp32 for each of the `comparisons`; `more` options are those of a launch line."""
     given = json.loads((folder / "options.json").read_text())
-    recipe = [str(ROOT / "recipes" / folder.name / "train.yaml"), *given["options"]]
+    recipe = [str(ROOT / "recipes" / folder.name / "train.yaml"), *given["options"], *more]
     forget(variables)
     trainer, settings = script.set_up([*recipe, "--output_dir", str(folder / "out")])
     assert script.run(trainer, settings) == 0
@@ -86,23 +90,27 @@ def run_recipe(script: ModuleType, folder: Path, variables: dict[str, str], *, c
         trainer.train()
         log = [entry for entry in trainer.state.log_history if "loss" in entry]
         losses[name] = [[entry["loss"], entry["grad_norm"]] for entry in log]
+        losses[f"{name} degrees"] = [trainer.cp_mesh.ring_size, trainer.cp_mesh.ulysses_size]
     if dist.get_rank() == 0:
         (folder / "losses.json").write_text(json.dumps(losses))
 
 
-def main() -> None:
+def main() -> int:
     script = load("finetune.py")
     let_fsdp_run(script)
-    folder, *names = sys.argv[1:]
-    launched = {key: value for key, value in os.environ.items() if key.startswith(PREFIXES)}
+    deepspeed.init_distributed("gloo")  # transformers does it for --deepspeed, but not with use_cpu
+    folder, *words = sys.argv[1:]
+    names, more = words[: words.index("--deepspeed")], words[words.index("--deepspeed") :]
     for i, name in enumerate(names):
-        name, _, once = name.partition(":")
+        name, _, comparisons = name.partition(":")
         case = Path(folder) / name
-        variables = launched if i == 0 else launcher_variables(case / "accelerate.yaml")
-        run_recipe(script, case, variables, comparisons=() if once else ("split", "whole"))
-    dist.barrier()
-    dist.destroy_process_group()
+        variables = launcher_variables(case / "accelerate.yaml") if i else {}
+        others = comparisons.split(",") if comparisons else []
+        run_recipe(script, case, variables, comparisons=others, more=[] if i else more)
+    case = Path(folder) / "doctor"
+    forget(launcher_variables(case / "accelerate.yaml"))
+    return hf_cp(["doctor", "--recipe", str(case), "--launch", "--json", str(case / "doctor.json")])  # ends the group
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -12,13 +12,16 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
+from hf_cp.config import ContextParallelConfig
+from hf_cp.tools.model_names import name_of_sizes
 from hf_cp.tools.plan import load_config
 from tests.examples.launch import ROOT
 from tests.examples.tiny_quickstart import make_tokenizer
 
-PROCESSES = 4
+PROCESSES, HOSTS = 4, 2
 TOKENS = 96
-HEAD_DIM = 4
+CONTEXT = 24  # of the model whose RoPE is extended by 4
+HEAD_DIM, NUM_LAYERS = 4, 1
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,10 @@ class Degrees:
 
 def scaled_degrees(settings: dict[str, Any]) -> Degrees:
     """The recipe's degrees where four processes are enough, else smaller ones; a ring stays a ring."""
+    if "cp_size" in settings:
+        model = load_config(name_of_sizes(settings["model_name_or_path"]))
+        config = ContextParallelConfig.auto(settings["cp_size"], model, PROCESSES // HOSTS)
+        return Degrees(config.ring_degree, config.ulysses_degree)
     ring = min(settings["ring_degree"], 2)
     return Degrees(ring, min(settings["ulysses_degree"], PROCESSES // ring))
 
@@ -45,7 +52,7 @@ def write_scaled(name: str, folder: Path) -> Path:
     target, recipe = folder / name, ROOT / "recipes" / name
     target.mkdir(parents=True)
     settings = yaml.safe_load((recipe / "train.yaml").read_text())
-    write_model(settings["model_name_or_path"], target / "model")
+    write_model(settings, target / "model")
     write_documents(target / "train.jsonl")
     (target / "accelerate.yaml").write_text(scaled_launch(recipe / "accelerate.yaml"))
     degrees = scaled_degrees(settings)
@@ -53,7 +60,8 @@ def write_scaled(name: str, folder: Path) -> Path:
         "options": options(scaled_settings(settings, degrees, target)),
         # four rows a step both times
         "split": options({"gradient_accumulation_steps": PROCESSES // degrees.rows}),
-        "whole": options({"ring_degree": 1, "ulysses_degree": 1, "gradient_accumulation_steps": 1}),
+        "whole": options({"cp_size": 1, "gradient_accumulation_steps": 1}),
+        "lower": options({"cp_size": 2, "gradient_accumulation_steps": 2}),
     }
     (target / "options.json").write_text(json.dumps(given))
     return target
@@ -62,19 +70,22 @@ def write_scaled(name: str, folder: Path) -> Path:
 def scaled_launch(path: Path) -> str:
     """The recipe's own file with four processes, on two hosts at most."""
     launch = yaml.safe_load(path.read_text())
-    launch |= {"num_machines": min(launch["num_machines"], 2), "num_processes": PROCESSES}
+    launch |= {"num_machines": min(launch["num_machines"], HOSTS), "num_processes": PROCESSES}
     return yaml.safe_dump(launch)
 
 
 def scaled_settings(settings: dict[str, Any], degrees: Degrees, target: Path) -> dict[str, Any]:
     """What must differ from the recipe on four CPU processes."""
     chunked = "mlp_chunk_tokens" in settings
+    proves = "proof_tokens" in settings
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": CONTEXT}
     return {
         "model_name_or_path": target / "model",
         "dataset": target / "train.jsonl",
         "max_tokens": TOKENS,
-        "ring_degree": degrees.ring,
-        "ulysses_degree": degrees.ulysses,
+        **({} if "cp_size" in settings else {"ring_degree": degrees.ring, "ulysses_degree": degrees.ulysses}),
+        **({"eval_dataset": target / "train.jsonl", "proof_tokens": TOKENS, "eval_every": 0} if proves else {}),
+        **({"rope_parameters": json.dumps(rope)} if is_extended(settings) else {}),
         "expected_processes": PROCESSES,
         "loss_chunk_tokens": 16,
         **({"mlp_chunk_tokens": 16} if chunked else {}),
@@ -87,25 +98,31 @@ def scaled_settings(settings: dict[str, Any], degrees: Degrees, target: Path) ->
     }
 
 
+def is_extended(settings: dict[str, Any]) -> bool:
+    """Whether the model gets positions for longer documents than it was made for."""
+    return "rope_parameters" in settings and "proof_tokens" in settings
+
+
 def options(settings: dict[str, Any]) -> list[str]:
     return [text for key, value in settings.items() for text in (f"--{key}", str(value))]
 
 
-def write_model(name: str, folder: Path) -> None:
-    """The real config with all heads, but narrow ones, two layers, and the byte tokenizer's vocabulary."""
+def write_model(settings: dict[str, Any], folder: Path) -> None:
+    """The real config with all heads, but narrow ones, one layer, and the byte tokenizer's vocabulary."""
     tokenizer = make_tokenizer()
-    config = load_config(name.rpartition("/")[2].lower().replace("-v0.1", ""))
+    config = load_config(name_of_sizes(settings["model_name_or_path"]))
     config.update(
         {
             "hidden_size": HEAD_DIM * config.num_attention_heads,
             "head_dim": HEAD_DIM,
             "intermediate_size": 64,
-            "num_hidden_layers": 2,
+            "num_hidden_layers": NUM_LAYERS,
             "vocab_size": len(tokenizer),
+            **({"max_position_embeddings": CONTEXT} if is_extended(settings) else {}),
         }
     )
     if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:2]
+        config.layer_types = config.layer_types[:NUM_LAYERS]
     if getattr(config, "sliding_window", None):
         config.sliding_window = 24
     torch.manual_seed(0)

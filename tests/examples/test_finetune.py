@@ -46,10 +46,23 @@ def test_given_degrees_are_kept_or_refused():
     given = ContextParallelConfig(ring_degree=2, ulysses_degree=2)
     assert script.choose_degrees(settings(), given, heads(4, 2)) is given
     assert script.choose_degrees(settings(cp_size=4), given, heads(4, 2)) is given
-    with pytest.raises(ValueError, match="cp_size=8, but ring_degree=2 x ulysses_degree=2 is 4"):
+    with pytest.raises(ValueError, match=r"cp_size=8, but ring_degree=2 x ulysses_degree=2 is 4.*\n.*\(1, 2, 4\)"):
         script.choose_degrees(settings(cp_size=8), given, heads(4, 2))
     with pytest.raises(ValueError, match="does not divide the 9 query heads"):
         script.choose_degrees(settings(), given, heads(9, 3))
+
+
+@pytest.mark.parametrize(
+    ("given", "cp_size", "ring", "ulysses"),
+    [((2, 8), 1, 1, 1), ((2, 8), 8, 1, 8), ((2, 8), 4, 1, 4), ((4, 2), 4, 2, 2), ((4, 1), 2, 2, 1), ((3, 4), 6, 3, 2)],
+    ids=str,
+)
+def test_given_degrees_shrink_with_cp_size_the_ring_first(given, cp_size, ring, ulysses):
+    """What the recipes promise: any divisor, `--cp_size 1` for whole rows; all other settings stay."""
+    config = ContextParallelConfig(*given, layout="zigzag", keep_attention=False)
+    found = script.choose_degrees(settings(cp_size=cp_size), config, heads(32, 8))
+    assert (found.ring_degree, found.ulysses_degree) == (ring, ulysses)
+    assert (found.layout, found.keep_attention) == ("zigzag", False)
 
 
 def test_another_launch_than_expected_is_refused():
@@ -106,6 +119,13 @@ def test_held_out_documents_are_evaluated_in_the_precision_of_training(bf16, exp
     trainer.train()
     assert computed_in == {(True, expected), (False, expected)}
     assert sorted(recorder.evaluations) == [0, 3]
+
+
+@pytest.mark.parametrize(
+    ("named", "expected"), [(None, None), ("false", None), ("true", True), ("True", True), ("out/c-1", "out/c-1")]
+)
+def test_where_a_run_goes_on(named, expected):
+    assert script.resume_point(SimpleNamespace(resume_from_checkpoint=named)) == expected
 
 
 def test_loss_drop_of_the_evaluations():

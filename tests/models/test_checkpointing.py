@@ -26,7 +26,7 @@ from hf_cp.models.patch import context_parallel_state
 from hf_cp.sequence.layout import SequenceLayout
 from tests.attention.reference import relative_error
 from tests.models.tiny import Row
-from tests.training.tiny import make_documents, make_model, train, worst_difference
+from tests.training.tiny import Record, make_documents, make_model, train, worst_difference
 
 pytestmark = pytest.mark.distributed
 
@@ -292,21 +292,28 @@ class OnHost(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(pack, lambda packed: packed[0])
 
 
-def offloaded(use_reentrant: bool) -> dict[str, Any]:
-    way = Way(1, 2, reentrant=use_reentrant)
-    model = apply_context_parallel(make_model(), way.config)
-    expected = {name: gradient.clone() for name, gradient in step(model, way).items()}
-    model.zero_grad()
+@contextmanager
+def on_host() -> Iterator[Counter[str]]:
+    """Counts what is offloaded inside, by owner."""
     OnHost.packed.clear()
     with (
         patch("transformers.modeling_utils.save_on_cpu", partial(OnHost, "transformers")),
         patch.object(checkpointing, "save_on_cpu", partial(OnHost, "hf_cp")),
     ):
+        yield OnHost.packed
+
+
+def offloaded(use_reentrant: bool) -> dict[str, Any]:
+    way = Way(1, 2, reentrant=use_reentrant)
+    model = apply_context_parallel(make_model(), way.config)
+    expected = {name: gradient.clone() for name, gradient in step(model, way).items()}
+    model.zero_grad()
+    with on_host() as packed:
         model.activation_checkpointing_enable({"use_reentrant": use_reentrant}, offload=True)
         with counting() as calls:
             gradients = step(model.train(), way)
     worst = max(relative_error(gradients[name], value) for name, value in expected.items())
-    return {"error": worst, "packed": dict(OnHost.packed), "trades": calls["all_to_all_single"]}
+    return {"error": worst, "packed": dict(packed), "trades": calls["all_to_all_single"]}
 
 
 def test_what_is_kept_follows_the_saved_inputs_to_the_host(world2):
@@ -318,17 +325,28 @@ def test_what_is_kept_follows_the_saved_inputs_to_the_host(world2):
             assert seen["trades"] == 2 * 2 * 4
 
 
-def trained(**arguments: Any):
-    return train(ContextParallelConfig(2), make_documents(LENGTHS), lora=True, max_steps=2, **arguments)
+def trained(**arguments: Any) -> tuple[Record, dict[str, int]]:
+    """A run of 2 steps, and how often each owner has packed a tensor for the host."""
+    with on_host() as packed:
+        record = train(ContextParallelConfig(2), make_documents(LENGTHS), lora=True, max_steps=2, **arguments)
+    return record, dict(packed)
 
 
 def test_through_the_trainer(world2):
+    """The last one is what `hf-cp plan --checkpointing offload --write` puts into train.yaml."""
     start = make_model(lora=True).state_dict()
     plain = world2.run(trained)
-    for kwargs in ({"use_reentrant": False}, {"use_reentrant": True, "every_n_layers": 2}):
+    for kwargs in (
+        {"use_reentrant": False},
+        {"use_reentrant": True, "every_n_layers": 2},
+        {"use_reentrant": False, "offload": True},
+    ):
         arguments = {"activation_checkpointing": True, "activation_checkpointing_kwargs": kwargs}
         if kwargs["use_reentrant"]:
             arguments["ddp_find_unused_parameters"] = False
-        for record, expected in zip(world2.run(trained, **arguments), plain, strict=True):
+        for (record, packed), (expected, _) in zip(world2.run(trained, **arguments), plain, strict=True):
             difference = worst_difference(record, expected, start)
             assert max(difference.loss, difference.gradient, difference.update) < 1e-10
+            # 2 steps, 2 layers, out and lse of a ring; transformers' own inputs beside them
+            assert packed.get("hf_cp", 0) == (8 if "offload" in kwargs else 0)
+            assert (packed.get("transformers", 0) >= 4) == ("offload" in kwargs)

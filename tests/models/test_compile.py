@@ -83,7 +83,7 @@ def test_inductor(world2):
 def trained(**arguments: Any):
     torch._dynamo.reset()
     counters.clear()
-    record = train(ContextParallelConfig(2), make_documents((29, 5, 11, 3)), max_steps=2, **arguments)
+    record = train(ContextParallelConfig(2), make_documents((29, 5, 11, 3)), max_steps=1, **arguments)
     return record, counters["stats"]["unique_graphs"]
 
 

@@ -214,6 +214,9 @@ def wrong_batches() -> None:
     expect(r"input_ids has shape \(1, 16\)", input_ids=row.input_ids[None])
     expect(r"input_ids has shape \(2, 8\)", input_ids=good["input_ids"].repeat(2, 1))
     expect("not all ones", attention_mask=torch.tensor([[1] * 7 + [0]]))
+    causal = torch.full((8, 8), -torch.inf).triu(1)[None, None]
+    for mask in (torch.ones(1), torch.ones(1, 16), torch.ones(1, 1, 8, 8), causal, {"full_attention": causal}):
+        expect("for each of the 8 slots. Attention is causal", attention_mask=mask)
     expect("sharded for ring x ulysses = 1 x 2", hf_cp_layout=SequenceLayout([16], ContextParallelConfig(1, 2)))
     other_ids = Row([16], seed=rank).local_batch(layout, rank)  # equal lengths, other tokens
     assert model(**other_ids).loss.isfinite()  # made by hand: only the layouts are compared

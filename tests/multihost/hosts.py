@@ -65,9 +65,12 @@ class Hosts:
         return process
 
     def limit(self, rate: str) -> None:
-        """Limits both directions of the cable to `rate`, in the words of tc ("200mbit"); replaces an earlier limit."""
+        """Limits both directions of the cable to `rate`, in the words of tc ("200mbit"); replaces an earlier limit.
+
+        The queue holds two seconds' worth, so that nothing is dropped: the networks of clusters are lossless.
+        """
         for host in (self.first, self.second):
-            shaper = ["root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
+            shaper = ["root", "tbf", "rate", rate, "burst", "256kb", "latency", "2s"]
             _run("ip", "netns", "exec", host.namespace, "tc", "qdisc", "replace", "dev", host.interface, *shaper)
 
     def cut(self) -> None:

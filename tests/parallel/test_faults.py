@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import TrainerCallback
 
 from hf_cp.config import ContextParallelConfig
 from hf_cp.parallel import collectives
@@ -18,6 +19,7 @@ from hf_cp.parallel.faults import CommunicationError, Watched
 from hf_cp.parallel.mesh import ContextParallelMesh
 from hf_cp.parallel.reduce import sum_over_world
 from hf_cp.parallel.status import exchange_status
+from tests.training.fsdp2 import fsdp2_arguments
 from tests.training.tiny import make_documents, make_model, make_trainer
 
 LIMIT = 5.0  # seconds; a busy machine needs some to make the groups
@@ -148,6 +150,34 @@ def test_a_rank_that_raises_in_the_backward_pass(world2):
     assert "rank 0 of 2 (dp 0, ring 0, ulysses 0) lost its peers on the ulysses axis, ranks [1]" in lost.message
     assert "micro-step 1, attention of layer 1, backward pass" in lost.message
     assert "optimizer step 1" in lost.notes and lost.seconds < 30
+
+
+class _LeavesBeforeTheUpdate(TrainerCallback):
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            leave()
+
+
+def train_to_a_failing_update() -> Lost | str:
+    """FSDP 2; rank 1 raises between the second backward pass and the update, and says what its error is told."""
+    config = ContextParallelConfig(2, timeout_seconds=LIMIT)
+    trainer = make_trainer(make_model(), config, make_documents([32] * 4), arguments_from=fsdp2_arguments)
+    if trainer.cp_mesh.rank == 1:
+        trainer.add_callback(_LeavesBeforeTheUpdate())
+    try:
+        return caught(trainer.train)
+    except ValueError as error:
+        return "\n".join(error.__notes__)
+
+
+@pytest.mark.distributed
+def test_a_rank_that_raises_before_the_update(world2):
+    """Outside of the Trainer's training_step, both ranks say where they were."""
+    lost, note = world2.run(train_to_a_failing_update)
+    assert note.startswith("hf_cp: rank 1 of 2 (dp 0, ring 1, ulysses 0), optimizer step 2; ")
+    assert "rank 0 of 2 (dp 0, ring 0, ulysses 0) lost its peers on the world, ranks [1]" in lost.message
+    assert "(time limit 5 s)" in lost.message and lost.seconds < 30
+    assert lost.notes.startswith("hf_cp: rank 0 of 2 (dp 0, ring 0, ulysses 0), after optimizer step 2; ")
 
 
 def die_and_tell() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from hf_cp.config import ContextParallelConfig
 from hf_cp.sequence.layout import SequenceLayout
-from hf_cp.sequence.placement import CUT, place_documents
+from hf_cp.sequence.placement import CUT, attention_area, place_documents
 from hf_cp.sequence.plan import AttentionPlan
 
 TOKENS = 65_536
@@ -74,6 +74,18 @@ def test_a_million_tokens_over_a_thousand_ranks():
     assert plan.area(7) > 0
     assert time.process_time() - began < 5
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024 < 200
+
+
+def test_very_many_documents_need_little_memory():
+    """Two ranks' documents are compared in pairs, of which there would be 2e9 here: 16 GB for a table of them."""
+    lengths = np.array([10_000] * 3 + [10] * 100_000)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    owners = place_documents(lengths, 2)
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024 < 500
+    areas = attention_area(lengths.astype(float))
+    spread = areas[owners == CUT].sum() / 2
+    loads = [areas[owners == rank].sum() + spread for rank in (0, 1)]
+    assert min(loads) / max(loads) > 0.98 and (owners == CUT).sum() <= 3
 
 
 @pytest.mark.parametrize(

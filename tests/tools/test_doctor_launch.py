@@ -1,9 +1,8 @@
-"""`hf-cp doctor --launch`: every collective, failures of one rank, lost peers, and a launch as a user makes it."""
+"""`hf-cp doctor --launch`: collectives, failures of one rank, lost peers. A launch is in tests/test_recipes_run.py."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from types import SimpleNamespace
 from unittest import mock
@@ -18,8 +17,6 @@ from hf_cp.parallel.mesh import ContextParallelMesh
 from hf_cp.parallel.reduce import sum_over_world
 from hf_cp.tools import doctor_checks_launch as launch
 from hf_cp.tools.doctor_checks import Check, Result, examine, ok
-from tests.examples.launch import build_deepspeed_extension, free_port, run
-from tests.tools.recipe_files import write_model, write_recipe
 
 pytestmark = pytest.mark.distributed
 
@@ -105,27 +102,3 @@ def test_a_rank_that_hangs_ends_the_checks_within_the_time_limit(world2):
     for joining, late, following in world2.run(examine_with_a_rank_that_hangs):
         assert joining[0] == "ok" and following[0] == "skip"
         assert late[0] == "fail" and "lost its peers" in late[1] and "(time limit 1 s)" in late[1]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_launched_as_a_user_does(tmp_path):
-    """DeepSpeed on two processes: the engine's mean, the loader's rows, every collective."""
-    build_deepspeed_extension()
-    write_model(tmp_path / "model")
-    recipe = write_recipe(tmp_path / "recipe", tmp_path / "model")
-    launcher = ["-m", "accelerate.commands.launch", "--config_file", str(recipe / "accelerate.yaml")]
-    options = ["--recipe", str(recipe), "--launch", "--json", str(tmp_path / "doctor.json")]
-    finished = run(
-        [*launcher, "--main_process_port", str(free_port()), "-m", "hf_cp", "doctor", *options], timeout=280
-    )
-    assert finished.status == 0, finished.output
-    assert finished.output.count("PASSED: nothing stands against starting") == 1
-    found = {check["name"]: check for check in json.loads((tmp_path / "doctor.json").read_text())["checks"]}
-    assert found["backend"]["detail"] == "DeepSpeed with ZeRO stage 2, bf16"
-    assert (
-        found["average of gradients"]["status"] == "ok"
-        and "DeepSpeedEngine" in found["average of gradients"]["detail"]
-    )
-    assert "ring uneven exchange" in found["collectives"]["detail"]
-    assert found["rows"]["status"] == "ok"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from hf_cp.sequence.layout import SequenceLayout
 from hf_cp.tools import pack
 from hf_cp.tools.cli import main
 from hf_cp.tools.features import documents_of_lengths
+from hf_cp.tools.pack_plot import draw_preview
 from hf_cp.tools.pack_preview import (
     EngineTraffic,
     ModelAttention,
@@ -28,7 +30,7 @@ from hf_cp.tools.pack_preview import (
     sample_rows,
 )
 
-ROWS = [(40, 3, 17), (60,), (9, 8, 7, 6, 5, 20)]
+ROWS = [(40, 3, 17), (60,), (9, 8, 7, 6, 5, 20), (20, 20, 20)]
 
 
 def call(*options: object) -> tuple[int, str, str]:
@@ -53,34 +55,60 @@ def visible(layout: SequenceLayout, window: int | None) -> np.ndarray:
 def test_a_layout_is_what_a_mask_says(layout, window):
     config = ContextParallelConfig(ring_degree=3, ulysses_degree=2, layout=layout)
     shape = AttentionShape(num_heads=4, num_kv_heads=2, head_dim=8)
-    found = preview_layout(ROWS, config, ModelAttention(shape, ((window, 5),)), layout=layout)
-    areas, sent, moved, slots = [], [], [], 0
+    attention = ModelAttention(shape, ((window, 5),))
+    found = preview_layout(ROWS, config, attention, layout=layout)
+    areas, sent, moved, slots = [], [], [], 0  # sent [rows, R]
     for row in ROWS:
         split = SequenceLayout(row, config)
         seen = visible(split, window)
         areas.append(seen.sum((1, 2, 3)))
         needed = seen.any(1).transpose(1, 0, 2).sum(2)  # [source, destination]
         np.fill_diagonal(needed, 0)
-        sent.append(needed.sum(1).max())
+        sent.append(needed.sum(1))
         # a K/V row: 2 x 8 numbers of each of 2 / 2 heads; K/V travel twice in 2 bytes, dK/dV home once in 4
         moved.append(max(16 * (2 * 2 * needed[r].sum() + 4 * needed[:, r].sum()) for r in range(3)))
         slots += split.local_length * 6
-    areas = np.array(areas)
+    areas, sent = np.array(areas), np.array(sent)
     exchange = {traffic.engine: traffic for traffic in found.traffic}["exchange"]
     assert found.balance == pytest.approx(areas.mean(1).sum() / areas.max(1).sum())
     assert found.worst_balance == pytest.approx((areas.mean(1) / areas.max(1)).min())
     assert found.padding == pytest.approx(1 - sum(map(sum, ROWS)) / slots)
-    assert exchange.kv_rows == pytest.approx(np.mean(sent))
+    assert found.areas == pytest.approx(5 * areas.mean(0))
+    assert exchange.rows_by_rank == pytest.approx(sent.mean(0))
+    assert exchange.kv_rows == pytest.approx(sent.max(1).mean())
     assert exchange.num_bytes == pytest.approx(5 * np.mean(moved))
+    *_, auto = found.traffic  # each row by its own engine
+    alone = [preview_layout([row], config, attention, layout=layout) for row in ROWS]
+    taken = [traffic for one in alone for traffic in one.traffic if traffic.engine in one.auto]
+    assert auto.engine == "auto" and sum(found.auto.values()) == len(taken) == len(ROWS)
+    assert auto.rows_by_rank == pytest.approx(np.mean([traffic.rows_by_rank for traffic in taken], axis=0))
+    if layout == "document" and window is None:
+        assert found.auto == {"p2p": 3, "exchange": 1}  # three documents on three ranks: nothing travels
 
 
 def test_a_zigzag_by_hand():
     """8 tokens on 2 ranks: [0, 1, 6, 7] and [2, 3, 4, 5]; 18 scores each."""
     config = ContextParallelConfig(ring_degree=2)
     found = preview_layout([(8,)], config, ModelAttention(), layout="zigzag")
-    assert (found.balance, found.padding, found.local_length) == (1.0, 0.0, 4)
-    assert found.traffic[2] == EngineTraffic("exchange", 4.0, 1.0, None)  # tokens 6 and 7 see 2 to 5
+    assert (found.balance, found.padding, found.local_length, found.areas) == (1.0, 0.0, 4, (18.0, 18.0))
+    # tokens 6 and 7 see 2 to 5, which see 0 and 1
+    assert found.traffic[2] == EngineTraffic("exchange", 4.0, 1.0, None, (2.0, 4.0))
     assert found.auto == {"exchange": 1} and found.ulysses_bytes is None
+
+
+def test_the_picture_shows_every_rank():
+    pytest.importorskip("matplotlib")
+    config, lengths = ContextParallelConfig(ring_degree=3), sum(ROWS, ())
+    layouts = [preview_layout(ROWS, config, ModelAttention(), layout=name) for name in pack.CONCRETE_LAYOUTS]
+    preview = pack.PackPreview(
+        num_features=13, num_documents=len(lengths), num_tokens=sum(lengths), num_rows=4, longest=60, max_tokens=60,
+        fill=1.0, counts={}, histogram=length_histogram(lengths), looked_at=4, layouts=layouts, replicas=None,
+    )  # fmt: skip
+    _, areas, sent = draw_preview(preview).axes
+    for layout, area, rows in zip(layouts, areas.containers, sent.containers, strict=True):
+        assert np.array(area.datavalues) * np.mean(layout.areas) == pytest.approx(layout.areas)
+        assert tuple(rows.datavalues) == layout.traffic[-1].rows_by_rank
+        assert f"{layout.layout} (balance {layout.balance:.3f})" == area.get_label()
 
 
 def test_replicas_wait_for_the_costliest_row():
@@ -149,6 +177,11 @@ def test_the_command(files):
     manifest = PackedDataset(features, collator=collator).manifest
     assert preview["fill"] == manifest.fill and preview["num_rows"] == len(manifest.rows)
     by_name = {layout["layout"]: layout for layout in preview["layouts"]}
+    first = preview["layouts"][0]
+    assert f"full; document with {' and '.join(first['auto'])}: balance {first['balance']:.3f}, " in out
+    assert f"sends up to {first['traffic'][-1]['share']:.1%} of a full ring." in out
+    for rank, (area, rows) in enumerate(zip(first["areas"], first["traffic"][-1]["rows_by_rank"], strict=True)):
+        assert re.search(rf"^{rank} +{area:,.0f} .* {rows:,.0f}$", out, flags=re.MULTILINE)
     padding = sum(manifest.padding(ContextParallelConfig(2, 2)))
     assert by_name["document"]["padding"] == pytest.approx(padding / (padding + 345))
     # 32 layers, two passes, (u - 1) / u of 2 (32 + 8) heads of 128 numbers of 2 bytes leave for each slot
@@ -189,6 +222,16 @@ def test_text_and_lost_tokens(files, tmp_path):
 def test_wrong_use(files, options, text):
     status, out, err = call("--data", files / "data.jsonl", "--max-tokens", "64", *options)
     assert status == 2 and text in err and out == ""
+
+
+def test_what_training_takes_comes_first(files):
+    """Though others are more even; these by their balance."""
+    (files / "short.txt").write_text("\n".join(map(str, range(10, 0, -1))))
+    status, out, _ = call("--lengths", files / "short.txt", "--max-tokens", "55", "--cp", "2", "--json", "-")
+    first, *others = json.loads(out)["preview"]["layouts"]
+    balances = [layout["balance"] for layout in others]
+    assert status == 0 and first["layout"] == "document"
+    assert balances == sorted(balances, reverse=True) and first["balance"] < balances[0]
 
 
 def test_one_process_has_nothing_to_split(files):

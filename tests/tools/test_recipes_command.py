@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
 from importlib.metadata import PathDistribution
 from pathlib import Path
 
@@ -32,7 +33,9 @@ def test_list_names_every_folder_with_its_title(capsys):
     text = capsys.readouterr().out
     assert main(["recipes", "ls"]) == 0 and capsys.readouterr().out == text
     folders = {path.name for path in (ROOT / "recipes").iterdir() if (path / "train.yaml").exists()}
-    assert {line.split()[0] for line in text.splitlines()[2:]} == folders >= {"quickstart-cpu", USP}
+    *lines, verdict = text.splitlines()
+    assert {line.split()[0] for line in lines[2:]} == folders >= {"quickstart-cpu", USP}
+    assert verdict.startswith(f"PASSED: {len(folders)} recipes")
     assert re.search(r"quickstart-cpu +LoRA on packed rows, two CPU processes, ZeRO-2\n", text)
     assert re.search(rf"{USP} +Llama-3.1-8B, LoRA, rows of 524,288 tokens", text)
 
@@ -67,6 +70,9 @@ def test_a_copy_leads_to_itself(name, elsewhere, capsys):
     assert ("prepare_quickstart.py" in texts) == (name == "quickstart-cpu")
     launch = load_config_from_file(str(folder / "accelerate.yaml"))
     assert (elsewhere / launch.deepspeed_config["deepspeed_config_file"]).samefile(folder / "deepspeed.json")
+    for command in (texts["README.md"].partition("## The plan")[0], *slurm_scripts(texts["README.md"])):
+        blocks_of_it = re.findall(r"^```\n(.*?)^```", command, flags=re.DOTALL | re.MULTILINE) or [command]
+        assert all(subprocess.run(["bash", "-n"], input=block, text=True).returncode == 0 for block in blocks_of_it)
     words = shlex.split(launch_line(texts["README.md"]))
     named = [word for word in words if word.endswith((".py", ".yaml"))]
     assert len(named) == 3 and all((elsewhere / path).is_file() for path in named)
@@ -76,6 +82,12 @@ def test_a_copy_leads_to_itself(name, elsewhere, capsys):
     assert main(["recipes", "copy", name, "my runs/first"]) == 2
     assert "already. Give another folder" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def slurm_scripts(readme: str) -> list[str]:
+    """What `srun ... bash -c` would run, unquoted by a shell."""
+    found = re.findall(r"^srun .*? (bash -c '.*?')$", readme, flags=re.DOTALL | re.MULTILINE)
+    return [shlex.split(command)[2] for command in found]
 
 
 def launch_line(readme: str) -> str:
@@ -145,6 +157,27 @@ def test_a_written_plan_is_a_complete_recipe(elsewhere, capsys):
     again = capsys.readouterr().out
     assert again.splitlines()[-1] in readme and again == printed.replace(printed.splitlines()[-1] + "\n", "")
     assert main([*PLAN, "--write", "runs/new"]) == 2  # a folder in use
+    assert training["model_name_or_path"] == "meta-llama/Llama-3.1-8B" and "Set `dataset`" in readme
+    assert re.search(r"pack --data \S+ --tokenizer meta-llama/Llama-3.1-8B ", readme)
+
+
+def test_a_written_plan_takes_your_model_and_documents(elsewhere, capsys):
+    """A config.json stands for its folder; then there is nothing left to fill in."""
+    (elsewhere / "my model").mkdir()
+    config = elsewhere / "my model" / "config.json"
+    config.write_text((ROOT / "hf_cp" / "planning" / "models" / "smollm2-135m.json").read_text())
+    options = ["--seq-len", "8192", "--gpus", "16", "--cp", "16", "--write", "runs/mine", "--data", "my data.jsonl"]
+    assert main(["plan", "my model/config.json", *options]) == 0
+    training = yaml.safe_load(Path("runs/mine/train.yaml").read_text())
+    assert (training["model_name_or_path"], training["dataset"]) == ("my model", "my data.jsonl")
+    readme = Path("runs/mine/README.md").read_text()
+    assert "Set `dataset`" not in readme and "first." not in capsys.readouterr().out.splitlines()[-1]
+    lines = readme.replace("\\\n", " ").splitlines()
+    verify = shlex.split(next(line for line in lines if "hf_cp verify" in line))
+    assert verify[verify.index("--model") + 1] == "my model" and verify[verify.index("--data") + 1] == "my data.jsonl"
+    assert verify[-2:] == ["--output", "runs/mine/verify.json"]
+    assert main(["plan", "smollm2-135m", "--seq-len", "8192", "--gpus", "2", "--write", "it's"]) == 2
+    assert "single quote" in capsys.readouterr().err and not Path("it's").exists()
 
 
 def test_nothing_is_written_where_nothing_fits(elsewhere, capsys):
@@ -170,7 +203,7 @@ def test_the_first_recipe_in_five_commands(elsewhere, capsys):
         assert program == "hf-cp" and main(words) == 0
         printed = capsys.readouterr().out
         if words[0] == "doctor":  # it looks at the machine
-            assert printed.splitlines()[-1].startswith("PASSED: nothing stands against starting")
+            assert "PASSED: no check fails (" in printed and "weights, documents" in printed.splitlines()[-1]
         else:
             assert printed == output
     assert (elsewhere / "runs" / "llama-128k" / "train.yaml").exists()

@@ -13,11 +13,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from hf_cp.tools import verify_inputs
 from hf_cp.tools.cli import main
 from hf_cp.tools.verify_baseline import NUM_PROJECTIONS, Baseline, Recipe, make_baseline, replay_baseline, summarise
-from tests.examples.launch import free_port, run
+from tests.examples.launch import ROOT, free_port, run
 from tests.models.tiny import tiny_model
 from tests.tools import verify_cases as cases
 from tests.tools.verify_cases import RING2, documents, full_model
@@ -42,8 +46,9 @@ def call(*options: object) -> tuple[int, str, str]:
 
 @pytest.mark.distributed
 def test_launched_on_two_processes(model_folder, tmp_path):
-    """The documented command line: one table, from rank 0, and files with a time stamp."""
-    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(free_port())]
+    """As a recipe starts: one table, from rank 0, and files with a time stamp. (It runs what torchrun runs.)"""
+    config, port = ROOT / "recipes/quickstart-cpu/accelerate.yaml", str(free_port())
+    launcher = ["-m", "accelerate.commands.launch", "--config_file", str(config), "--main_process_port", port]
     data = ["--model", str(model_folder), "--data", str(model_folder / "data.jsonl"), "--max-tokens", "40"]
     options = ["--ring-degree", "2", "--lora", "2", "--layers", "1", "--output", str(tmp_path / "verify.json")]
     finished = run([*launcher, "-m", "hf_cp", "verify", *data, *options], timeout=110)
@@ -188,6 +193,28 @@ def test_a_replay_names_other_inputs():
     other.get_input_embeddings().weight.data[5] += 1e-3
     names = {change.name for change in replay_baseline(other, baseline).changed_inputs}
     assert names == {"model config", "weights"}
+
+
+def word_tokenizer(*words: str, template: str | None = None) -> PreTrainedTokenizerFast:
+    vocabulary = WordLevel({word: number for number, word in enumerate(words)}, unk_token=words[0])
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(vocabulary), chat_template=template)
+
+
+def test_a_replay_names_another_tokenizer_and_other_versions():
+    model, recipe = tiny_model(dtype=torch.float32), Recipe("float32", steps=1)
+    baseline = make_baseline(model, documents(), recipe, created="2020-01-02", tokenizer=word_tokenizer("a", "b"))
+    for tokenizer in (word_tokenizer("a", "c"), word_tokenizer("a", "b", template="{{ x }}"), None):
+        report = replay_baseline(model, baseline, tokenizer=tokenizer)
+        assert [change.name for change in report.changed_inputs] == ["tokenizer"] and not report.passed
+        assert all(check.ok for check in report.checks)  # equal numbers of ids that mean something else
+        assert "(tokenizer " in report.verdict.text and "cannot be compared" in report.verdict.text
+
+    older = dataclasses.replace(baseline.fingerprint, setup=baseline.fingerprint.setup | {"transformers": "4.0"})
+    report = replay_baseline(
+        model, dataclasses.replace(baseline, fingerprint=older), tokenizer=word_tokenizer("a", "b")
+    )
+    assert report.passed and f"Changed since: transformers 4.0 -> {transformers.__version__}." in report.verdict.text
+    assert report.tables()[0].rows == [("transformers", "4.0", transformers.__version__)]
 
 
 def test_projections_measure_a_difference():

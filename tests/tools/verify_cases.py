@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -85,6 +86,15 @@ def loss_times_one_and_a_half() -> AbstractContextManager:
     return _scaled_loss(lambda mesh: 1.5)
 
 
+def loss_times_dp_size() -> AbstractContextManager:
+    return _scaled_loss(lambda mesh: mesh.dp_size)
+
+
+def wrong_from_the_second_step_on() -> AbstractContextManager:
+    calls = itertools.count()
+    return _scaled_loss(lambda mesh: 1.5 if next(calls) else 1.0)
+
+
 def local_means() -> AbstractContextManager:
     """Every rank divides by its own targets, then the means are averaged."""
     original = patch.reduce_losses
@@ -133,6 +143,31 @@ def wrong_label() -> AbstractContextManager:
 
 def wrong_token() -> AbstractContextManager:
     return _changed_batch(lambda batch: batch["input_ids"][0, 2].add_(1))
+
+
+def token_on_two_ranks() -> AbstractContextManager:
+    """Rank 1 holds a token of rank 0 in place of its own first one."""
+    original = SequenceLayout.indices
+
+    def indices(self, cp_rank: int) -> torch.Tensor:
+        found = original(self, cp_rank)
+        if self.cp_size > 1 and cp_rank == 1:
+            found[0] = original(self, 0)[0]
+        return found
+
+    return mock.patch.object(SequenceLayout, "indices", indices)
+
+
+def constant_ids() -> AbstractContextManager:
+    """The model computes the same ids whatever it is given, as a captured graph whose input is never filled anew."""
+    original = patch.check_batch
+
+    def check_batch(tokens, *others, **kwargs):
+        if others[-1].cp_size > 1:
+            tokens.fill_(5)
+        return original(tokens, *others, **kwargs)
+
+    return mock.patch.object(patch, "check_batch", check_batch)
 
 
 def labels_shifted_after_sharding() -> AbstractContextManager:
@@ -186,6 +221,30 @@ def wrong_scale_in_the_group() -> AbstractContextManager:
 
     def attention(q, k, v, *, mesh, scale, **kwargs):
         return original(q, k, v, mesh=mesh, scale=scale * (1.1 if mesh.cp_size > 1 else 1.0), **kwargs)
+
+    return mock.patch.object(patch, "context_parallel_attention", attention)
+
+
+def lost_last_slot() -> AbstractContextManager:
+    """The last of the two layers loses attention's output in the last slot of every shard."""
+    original, calls = patch.context_parallel_attention, itertools.count()
+
+    def attention(q, k, v, *, mesh, **kwargs):
+        out = original(q, k, v, mesh=mesh, **kwargs)
+        is_last_layer = mesh.cp_size > 1 and next(calls) % 2 == 1
+        return torch.cat([out[:-1], torch.zeros_like(out[-1:])]) if is_last_layer else out
+
+    return mock.patch.object(patch, "context_parallel_attention", attention)
+
+
+def wrong_query_gradients() -> AbstractContextManager:
+    """The forward pass is right; dQ is 10 percent too large."""
+    original = patch.context_parallel_attention
+
+    def attention(q, k, v, *, mesh, **kwargs):
+        if mesh.cp_size > 1 and q.requires_grad:
+            q.register_hook(lambda gradient: gradient * 1.1)
+        return original(q, k, v, mesh=mesh, **kwargs)
 
     return mock.patch.object(patch, "context_parallel_attention", attention)
 

@@ -14,12 +14,10 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType, ParallelismConfig
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainingArguments
 
 from hf_cp.config import ContextParallelConfig
-from hf_cp.data import DataCollatorForContextParallel
-from hf_cp.models.patch import apply_context_parallel
-from tests.training.tiny import Record, RecordingTrainer, make_arguments, make_model
+from tests.training.tiny import Record, make_arguments, make_model, make_trainer
 
 FSDP = {
     "version": 2,
@@ -33,6 +31,10 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
+def whole_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: whole(parameter) for name, parameter in model.named_parameters()}
+
+
 class _WholeGradients(TrainerCallback):
     def __init__(self) -> None:
         self.gradients: list[dict[str, torch.Tensor]] = []
@@ -41,31 +43,32 @@ class _WholeGradients(TrainerCallback):
         self.gradients.append({n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None})
 
 
+def fsdp2_arguments(
+    *, replicas: int = 1, state_dict_type: str = "FULL_STATE_DICT", **arguments: Any
+) -> TrainingArguments:
+    """For `make_trainer(arguments_from=...)`; `replicas` > 1 is HSDP, sharded over W / replicas processes."""
+    _clear_sharding_prop_cache()  # a pool's process may know an equal mesh, whose groups are gone
+    if replicas > 1:
+        size = torch.distributed.get_world_size()
+        arguments["parallelism_config"] = ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=size // replicas)
+    args = make_arguments(fsdp=True, fsdp_config=FSDP | {"state_dict_type": state_dict_type}, **arguments)
+    assert args.device.type == "cpu"  # this makes the state
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
+    return args
+
+
 def train_with_fsdp2(
     config: ContextParallelConfig,
     documents: list[dict],
     *,
     replicas: int = 1,
-    max_tokens: int = 32,
     dtype: torch.dtype = torch.float64,
     **arguments: Any,
 ) -> Record:
-    """Trains a tiny Llama; with `replicas` > 1 as HSDP, sharded over W / replicas processes."""
-    _clear_sharding_prop_cache()  # a pool's process may know an equal mesh, whose groups are gone
-    if replicas > 1:
-        size = torch.distributed.get_world_size()
-        arguments["parallelism_config"] = ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=size // replicas)
-    args = make_arguments(fsdp=True, fsdp_config=dict(FSDP), **arguments)
-    assert args.device.type == "cpu"  # this makes the state
-    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
+    """Trains a tiny Llama."""
     recorder, model = _WholeGradients(), make_model(dtype=dtype)
-    trainer = RecordingTrainer(
-        model=apply_context_parallel(model, config),
-        args=args,
-        train_dataset=documents,
-        data_collator=DataCollatorForContextParallel(config, max_tokens=max_tokens),
-        callbacks=[recorder],
-    )
+    settings = {"replicas": replicas, **arguments}
+    trainer = make_trainer(model, config, documents, callbacks=[recorder], arguments_from=fsdp2_arguments, **settings)
     trainer.train()
     assert trainer.accelerator.distributed_type == DistributedType.FSDP
     shards = {p.device_mesh.shape for p in model.parameters()}
@@ -76,6 +79,6 @@ def train_with_fsdp2(
         losses=trainer.step_losses(),
         grad_norms=[float(entry["grad_norm"]) for entry in log if "grad_norm" in entry],
         gradients=recorder.gradients,
-        parameters={name: whole(parameter) for name, parameter in model.named_parameters()},
+        parameters=whole_parameters(model),
         log_history=log,
     )

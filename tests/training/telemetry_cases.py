@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
+import io
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +24,7 @@ class Observed:
     logs: list[dict[str, float]]  # of training, by log
     manifest: PackingManifest
     order: list[int]  # rows as they were dealt
-    messages: list[str]  # of the start-up line
+    messages: list[str]  # on standard error, of this package
     clock_is_off: bool  # after training
 
 
@@ -46,29 +45,12 @@ def observe(config: ContextParallelConfig, callback: dict[str, Any], **settings:
     trainer = make_trainer(
         make_model(), config, documents, eval_dataset=documents[:3], train_sampling_strategy="sequential", **settings
     )
-    with startup_lines() as messages:
+    with redirect_stderr(io.StringIO()) as printed:
         trainer.train()
+    messages = [line for line in printed.getvalue().splitlines() if line.startswith("hf_cp: ")]
     loader = trainer.get_train_dataloader()
     logs = [entry for entry in trainer.state.log_history if "learning_rate" in entry]
     return Observed(logs, loader.manifest, loader.order.rows(0), messages, trainer.cp_mesh.traffic.clock is None)
-
-
-@contextmanager
-def startup_lines() -> Iterator[list[str]]:
-    lines: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-
-    logger, handler = logging.getLogger("hf_cp.training.callback"), Keep()
-    before, logger.level = logger.level, logging.INFO
-    logger.addHandler(handler)
-    try:
-        yield lines
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(before)
 
 
 def observe_pairs(folder: str) -> list[Observed]:

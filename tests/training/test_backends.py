@@ -14,25 +14,11 @@ import torch
 
 from hf_cp.config import ContextParallelConfig
 from tests.models.tiny import tiny_model
-from tests.training.tiny import LORA_TARGETS, REF, RecordingTrainer, make_documents, make_trainer, relative
+from tests.training.tiny import REF, RecordingTrainer, make_documents, make_trainer, relative, with_adapters
 
 pytestmark = pytest.mark.distributed
 
 RING = ContextParallelConfig(2)
-
-
-def with_adapters(model: Any, *, dropout: float = 0.0) -> Any:
-    """LoRA on all linear layers, B not zero."""
-    from peft import LoraConfig, get_peft_model
-
-    config = LoraConfig(r=2, lora_alpha=4, lora_dropout=dropout, target_modules=LORA_TARGETS, task_type="CAUSAL_LM")
-    torch.manual_seed(1)
-    model = get_peft_model(model, config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.2)
-    return model
 
 
 # Dropout

@@ -146,7 +146,7 @@ def test_one_line_at_the_start(pairs, two_pairs):
     ring, ulysses = pairs[1][0]
     assert ring.messages == [
         "hf_cp: dp 1 x ring 2 x ulysses 1 | layout document | engine p2p | kernel sdpa | rows of up to 32 tokens "
-        "(16 a rank) | 2 rows per optimizer step"
+        "(16 a rank) | 2 rows (up to 64 tokens) per optimizer step"
     ]
     assert len(ulysses.messages) == 1 and "engine none" in ulysses.messages[0]
     first = plans_of(two_pairs[1][0].manifest, [0], ContextParallelConfig(ring_degree=2))[0]

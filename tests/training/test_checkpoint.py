@@ -191,7 +191,7 @@ def test_only_zero_checkpoints_become_universal(tmp_path, capsys):
     with pytest.raises(ValueError, match="is no ZeRO checkpoint: it has no file 'latest'"):
         make_universal(tmp_path)
     assert main(["universal", str(tmp_path)]) == 2
-    assert "is no ZeRO checkpoint" in capsys.readouterr().out
+    assert "REFUSED: " in (said := capsys.readouterr()).err and "is no ZeRO checkpoint" in said.err and not said.out
 
 
 def test_record_is_plain_json(tmp_path):

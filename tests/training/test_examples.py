@@ -48,4 +48,6 @@ def test_trainer(tmp_path: Path):
     assert numbers(finished, last) == pytest.approx(numbers(one, last), abs=2e-3)
     assert numbers(finished, last) < numbers(finished, pattern)
     assert "MULTI_CPU, ContextParallelMesh(dp=1 x ring=2 x ulysses=1" in finished.output
+    for run_of, split in ((one, "dp 1 x ring 1"), (finished, "dp 1 x ring 2")):  # nobody has set a log level
+        assert run_of.output.count("hf_cp: ") == run_of.output.count(f"hf_cp: {split} x ulysses 1 | layout ") == 1
     assert (tmp_path / "model.safetensors").exists()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import copy
+import inspect
 import os
 
 import pytest
 import torch
-from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils import (
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
+)
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import cross_entropy
 
@@ -16,7 +20,6 @@ from hf_cp.models.patch import apply_context_parallel
 from hf_cp.parallel.reduce import sum_over_world
 from hf_cp.training import ContextParallelPlugin
 from hf_cp.training.precision import reduce_fsdp_in_fp32
-from hf_cp.training.zero import check_batch_sizes, complete_zero_config, make_zero_config
 from tests.training.fixed_loss import LOSS_2, LOSS_4, make_document, make_fixed_loss_model
 from tests.training.loops import run_ddp_loop
 from tests.training.tiny import REF, STOCK, make_documents, make_model, relative
@@ -227,6 +230,40 @@ def test_loop_resumes_where_it_was_saved(world2, tmp_path, stop):
         assert all(torch.equal(resumed[name], parameter) for name, parameter in parameters.items())
 
 
+def save_inside_a_window(folder: str) -> None:
+    plugin = ContextParallelPlugin(RING2)
+    accelerator = plugin.accelerator(cpu=True, gradient_accumulation_steps=2)
+    wrapped = accelerator.prepare(apply_context_parallel(make_model(), plugin.mesh))
+    loader = plugin.data_loader(make_documents([16] * 4), max_tokens=16)
+    for batches, num_items in plugin.accumulation_windows(loader):
+        for batch in batches:
+            accelerator.backward(plugin.loss(wrapped, batch, num_items=num_items))
+            accelerator.save_state(folder)
+
+
+@pytest.mark.distributed
+def test_half_a_window_is_not_saved(world2, tmp_path):
+    for error in world2.run(save_inside_a_window, str(tmp_path), expect_error=True):
+        assert error.type_name == "RuntimeError" and "inside an accumulation window" in error.message
+
+
+def unwrapped_loss_output(mixed_precision: str) -> tuple[bool, bool]:
+    """Whether the model that accelerate has unwrapped scores its shard, and its forward still has a signature."""
+    plugin = ContextParallelPlugin(RING2)
+    accelerator = plugin.accelerator(cpu=True, mixed_precision=mixed_precision)
+    wrapped = accelerator.prepare(apply_context_parallel(make_model(dtype=torch.float32), plugin.mesh))
+    model = accelerator.unwrap_model(wrapped, keep_fp32_wrapper=False)
+    batch = next(iter(plugin.data_loader(make_documents([16]), max_tokens=16)))
+    output = model(**batch)
+    return output.token_losses is not None, "input_ids" in inspect.signature(model.forward).parameters
+
+
+@pytest.mark.distributed
+def test_an_unwrapped_model_is_still_patched(world2):
+    assert world2.run(unwrapped_loss_output, "bf16") == [(True, True)] * 2
+    assert world2.run(unwrapped_loss_output, "no") == [(True, True)] * 2
+
+
 def dropped_units(seeded: bool) -> list[bool]:
     """What dropout drops of 64 units after one seed on every rank."""
     plugin = ContextParallelPlugin(RING2)
@@ -247,10 +284,11 @@ def test_seed_dropout(world4):
 # Gradients are reduced in fp32
 
 
-def sixteen_bit_step(config: ContextParallelConfig, trainable: torch.dtype) -> bool:
+def sixteen_bit_step(config: ContextParallelConfig, trainable: torch.dtype, comm_hook: str = "no") -> bool:
     """A step of adapters on a frozen bf16 model under DDP; whether they got gradients."""
     plugin = ContextParallelPlugin(config)
-    accelerator = plugin.accelerator(cpu=True, mixed_precision="bf16")
+    ddp = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType(comm_hook))
+    accelerator = plugin.accelerator(cpu=True, mixed_precision="bf16", kwargs_handlers=[ddp])
     model = make_model(lora=True, dtype=torch.bfloat16)
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -269,6 +307,8 @@ def test_ddp_of_16_bit_weights(world2):
     for error in world2.run(sixteen_bit_step, RING2, torch.bfloat16, expect_error=True):
         assert error.type_name == "ValueError"
         assert "28 trainable parameters are in 16 bits" in error.message and "cp_size=2" in error.message
+    for error in world2.run(sixteen_bit_step, RING2, torch.float32, "bf16", expect_error=True):
+        assert error.type_name == "ValueError" and "comm_hook='bf16'" in error.message
     assert world2.run(sixteen_bit_step, RING2, torch.float32) == [True, True]
     assert world2.run(sixteen_bit_step, STOCK, torch.bfloat16) == [True, True]
 
@@ -342,57 +382,3 @@ def test_order_of_calls():
     for use in (lambda: plugin.mesh, lambda: plugin.rows_per_step, lambda: next(plugin.accumulation_windows([]))):
         with pytest.raises(RuntimeError, match="plugin.accelerator"):
             use()
-
-
-# DeepSpeed configs (what they do is tested in test_zero.py)
-
-
-def test_zero_config():
-    config = make_zero_config(2, gradient_clipping=0.0, config={"zero_optimization": {"overlap_comm": False}})
-    assert config["zero_optimization"] == {"stage": 2, "overlap_comm": False}
-    assert config["communication_data_type"] == "fp32" and config["gradient_clipping"] == 0.0
-    assert config["train_batch_size"] == config["gradient_accumulation_steps"] == "auto"
-    assert config["train_micro_batch_size_per_gpu"] == 1
-    assert not {"mpu", "sequence_parallel_size", "data_parallel_size"} & set(config)
-
-
-def test_zero_config_from_file_is_not_changed(tmp_path):
-    path = tmp_path / "deepspeed.json"
-    path.write_text('{"zero_optimization": {"stage": 3}, "gradient_clipping": "auto"}')
-    assert make_zero_config(3, gradient_clipping=0.5, config=path)["gradient_clipping"] == 0.5
-    given = {"zero_optimization": {}}
-    before = copy.deepcopy(given)
-    make_zero_config(1, gradient_clipping=0.5, config=given)
-    assert given == before
-
-
-@pytest.mark.parametrize(
-    ("stage", "config", "message"),
-    [
-        (4, {}, "zero_stage=4"),
-        (2, {"zero_optimization": {"stage": 3}}, r"stage=3, but 2"),
-        (2, {"gradient_clipping": 1.0}, r"gradient_clipping=1.0, but 0.0"),
-        (2, {"sequence_parallel_size": 2}, "sequence_parallel_size=2"),
-        (2, {"tensor_parallel": {"autotp_size": 2}}, "autotp_size=2"),
-        (2, {"communication_data_type": "bf16"}, "communication_data_type='bf16'"),
-    ],
-)
-def test_zero_config_refuses(stage, config, message):
-    with pytest.raises(ValueError, match=message):
-        make_zero_config(stage, gradient_clipping=0.0, config=config)
-
-
-def test_batch_sizes():
-    """W 4, GA 2: DeepSpeed's own number is 8; others are refused with both numbers."""
-    sizes = {"micro_batch_size": 1, "gradient_accumulation_steps": 2, "world_size": 4}
-    config: dict = {}
-    complete_zero_config(config, micro_batch_size=1, gradient_clipping=0.0)
-    check_batch_sizes(config, **sizes)
-    check_batch_sizes({"train_batch_size": 8, "gradient_accumulation_steps": 2}, **sizes)
-    for key, given, expected in (
-        ("train_batch_size", 4, 8),
-        ("gradient_accumulation_steps", 1, 2),
-        ("train_micro_batch_size_per_gpu", 2, 1),
-    ):
-        with pytest.raises(ValueError, match=rf"{key}={given}, but this run has {expected}"):
-            check_batch_sizes({key: given}, **sizes)

@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset
 from transformers import TrainerCallback
 
 from hf_cp.config import ContextParallelConfig
+from hf_cp.training.checkpoint import find_checkpoint
 from tests.training.tiny import REF, STOCK, RecordingTrainer, make_documents, make_model, make_trainer, relative
 
 pytestmark = pytest.mark.distributed
@@ -24,6 +25,16 @@ RING2, RING4 = ContextParallelConfig(ring_degree=2), ContextParallelConfig(ring_
 USP4 = ContextParallelConfig(ring_degree=2, ulysses_degree=2)
 LENGTHS = [16, 9, 14, 16, 11, 16, 5, 16, 12, 16, 13, 3, 16, 7, 2, 15]
 ROWS, STOP, END = 11, 4, 7
+SCHEDULE = {
+    "max_tokens": 16,
+    "max_steps": END,
+    "save_strategy": "steps",
+    "save_steps": STOP,
+    "optim": "adamw_torch",
+    "learning_rate": 1e-2,
+    "weight_decay": 0.1,
+    "lr_scheduler_type": "cosine",
+}
 # processes, config, accumulation steps: 4 rows a step each
 LAYOUTS = {
     "W1": (1, REF, 4),
@@ -52,26 +63,16 @@ def documents() -> list[dict]:
     return made
 
 
-def run(config, accumulation, folder, *, steps=END, resume=False, data=None, lora=False, **settings) -> dict:
-    model = make_model(lora=lora)
+def run(
+    config, accumulation, folder, *, steps=END, resume=False, data=None, lora=False, dropout=0.0, **settings
+) -> dict:
+    model = make_model(lora=lora, dropout=dropout)
     trainer = make_trainer(
         model,
         config,
         documents() if data is None else data,
         trainer_class=RowTrainer,
-        **{
-            "max_tokens": 16,
-            "gradient_accumulation_steps": accumulation,
-            "output_dir": folder,
-            "max_steps": END,
-            "save_strategy": "steps",
-            "save_steps": STOP,
-            "optim": "adamw_torch",
-            "learning_rate": 1e-2,
-            "weight_decay": 0.1,
-            "lr_scheduler_type": "cosine",
-            **settings,
-        },
+        **SCHEDULE | {"gradient_accumulation_steps": accumulation, "output_dir": folder, **settings},
         callbacks=[StopAt(steps)],
     )
     trainer.train(resume_from_checkpoint=resume)
@@ -138,7 +139,12 @@ def checkpoints(request, tmp_path_factory) -> dict[str, Path]:
 def test_another_layout_goes_on(request, checkpoints, tmp_path, saved_by, resumed_by):
     whole = uninterrupted(str(tmp_path / "whole"))
     results = run_in(request, resumed_by, str(tmp_path / "resumed"), resume=str(checkpoints[saved_by]))
-    expected = {step: tokens for step, tokens in rows_of_steps([whole]).items() if step >= STOP}
+    check_same(results, whole, first_step=STOP)
+
+
+def check_same(results: list[dict], whole: dict, *, first_step: int) -> None:
+    """Rows, learning rates and weights are those of the run that was not interrupted."""
+    expected = {step: tokens for step, tokens in rows_of_steps([whole]).items() if step >= first_step}
     assert rows_of_steps(results) == expected
     for result in results:
         assert result["rates"] == pytest.approx(whole["rates"], rel=1e-12)  # the saved log, then this run's
@@ -146,6 +152,24 @@ def test_another_layout_goes_on(request, checkpoints, tmp_path, saved_by, resume
         start = make_model().state_dict()
         for name, parameter in whole["parameters"].items():
             assert relative(result["parameters"][name] - start[name], parameter - start[name]) < 1e-10
+
+
+def test_the_end_of_an_epoch(world4, tmp_path):
+    """Another layout goes on with the first rows of the next one."""
+    whole = uninterrupted(str(tmp_path / "whole"))
+    world4.run(run, RING2, 2, str(tmp_path / "a"), steps=3, save_steps=3)
+    results = world4.run(run, RING4, 4, str(tmp_path / "b"), resume=str(tmp_path / "a" / "checkpoint-3"))
+    check_same(results, whole, first_step=3)
+
+
+def test_dropout_goes_on(world2, tmp_path):
+    """In the same layout the masks after step 4 are those of the run that saved it and went on: not a bit differs."""
+    settings = {"lora": True, "dropout": 0.3}
+    whole = world2.run(run, RING2, 4, str(tmp_path), **settings)
+    checkpoint = str(tmp_path / f"checkpoint-{STOP}")
+    resumed = world2.run(run, RING2, 4, str(tmp_path / "resumed"), resume=checkpoint, **settings)
+    for expected, found in zip(whole, resumed, strict=True):
+        assert all(torch.equal(found["parameters"][name], x) for name, x in expected["parameters"].items())
 
 
 def test_every_document_once_an_epoch(tmp_path):
@@ -207,12 +231,16 @@ def test_refusals(world4, checkpoints, tmp_path):
                 "beside it: checkpoint-4)",
             ),
         ),
-        "last is incomplete": ({"resume": True, "folder": str(tmp_path)}, ("checkpoint-9 is not a complete",)),
+        "all are incomplete": (
+            {"resume": True, "folder": str(tmp_path / "cut off")},
+            ("no checkpoint in", "checkpoint-9 is incomplete"),
+        ),
         "foreign": ({"resume": str(foreign)}, ("foreign has no hf_cp.json", "ignore_data_skip=True")),
         "newer": ({"resume": str(newer)}, ("has format 99", "9.0")),
         "none": ({"resume": True, "folder": str(tmp_path / "empty")}, ("no checkpoint in",)),
     }
     (tmp_path / "empty").mkdir()
+    shutil.copytree(broken, tmp_path / "cut off" / broken.name)
     for messages in world4.run(refuse, str(folder), [case for case, _ in cases.values()], timeout=120):
         for message, (name, (_, words)) in zip(messages, cases.items(), strict=True):
             assert message.startswith("ValueError"), (name, message)
@@ -220,6 +248,16 @@ def test_refusals(world4, checkpoints, tmp_path):
     assert not any(path.name.startswith("checkpoint") for path in (tmp_path / "empty").iterdir())
     layouts = world4.run(refuse, str(folder), [{"accumulation": 3}])[0][0]
     assert layouts.count("dp_size=2") == 2 and "saved:" in layouts and "here:" in layouts
+
+
+def test_the_last_complete_checkpoint_is_taken(tmp_path, caplog):
+    """A job that was killed while it saved goes on when it is started again."""
+    for name, is_complete in (("checkpoint-9", True), ("checkpoint-10", True), ("checkpoint-11", False)):
+        (tmp_path / name).mkdir()
+        if is_complete:
+            (tmp_path / name / "trainer_state.json").write_text("{}")
+    assert find_checkpoint(True, str(tmp_path)) == str(tmp_path / "checkpoint-10")
+    assert "checkpoint-11 was not written to its end; going on from" in caplog.text
 
 
 def test_begin_the_epoch_anew(checkpoints, tmp_path):

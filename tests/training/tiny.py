@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,24 +30,33 @@ STOCK = ContextParallelConfig()
 
 
 def make_model(
-    family: str = "llama", *, lora: bool = False, dtype: torch.dtype = torch.float64, **changes: Any
+    family: str = "llama",
+    *,
+    lora: bool = False,
+    dropout: float = 0.0,
+    dtype: torch.dtype = torch.float64,
+    **changes: Any,
 ) -> Any:
     """A model with the same random weights on every rank and in every dtype (they are fp32 numbers).
 
-    With `lora`, adapters on all linear layers, B not zero.
+    With `lora`, adapters, with `dropout` (see `with_adapters`).
     """
     model = tiny_model(family, dtype=torch.float32, **changes)
-    if not lora:
-        return model.to(dtype)
+    return (with_adapters(model, dropout=dropout) if lora else model).to(dtype)
+
+
+def with_adapters(model: Any, *, dropout: float = 0.0) -> Any:
+    """LoRA on all linear layers, B not zero."""
     from peft import LoraConfig, get_peft_model
 
+    config = LoraConfig(r=2, lora_alpha=4, lora_dropout=dropout, target_modules=LORA_TARGETS, task_type="CAUSAL_LM")
     torch.manual_seed(1)
-    model = get_peft_model(model, LoraConfig(r=2, lora_alpha=4, target_modules=LORA_TARGETS, task_type="CAUSAL_LM"))
+    model = get_peft_model(model, config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.2)
-    return model.to(dtype)
+    return model
 
 
 def make_documents(lengths: Sequence[int], *, seed: int = 0, masked: float = 0.3) -> list[dict[str, list[int]]]:
@@ -132,10 +141,11 @@ def make_trainer(
     trainer_class: type[Trainer] = RecordingTrainer,
     eval_dataset: Any = None,
     callbacks: list[TrainerCallback] | None = None,
+    arguments_from: Callable[..., TrainingArguments] = make_arguments,
     **arguments: Any,
 ) -> Any:
     """The arguments come first: they start what accelerate needs."""
-    args = make_arguments(**arguments)
+    args = arguments_from(**arguments)
     return trainer_class(
         model=apply_context_parallel(model, config),
         args=args,

@@ -1,15 +1,12 @@
-"""What test_zero.py launches: one process of a DeepSpeed run. Writes what it computed to OUT/rank<r>.pt.
+"""What the processes of zero_worlds.py compute with DeepSpeed.
 
-    torchrun --standalone --nproc_per_node 2 -m tests.training.zero_cases OUT
-
-With 2 processes a row is shared by both; with 4 there are two such pairs. Everything is fp32, as ZeRO is used.
+With 2 processes a row is shared by both; with 4 there are two such pairs. fp32, where nothing else is said.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -20,16 +17,19 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import InitProcessGroupKwargs
 from torch import nn
-from transformers import EvalPrediction
+from transformers import EvalPrediction, PreTrainedModel, TrainerCallback
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_cp.config import ContextParallelConfig
+from hf_cp.models.patch import context_parallel_disabled
 from hf_cp.training import ContextParallelPlugin
+from hf_cp.training.zero import GATHER_WEIGHTS
+from tests.models.test_generate import PROMPTS, generate
 from tests.training.fixed_loss import LOSS_2, LOSS_4, make_document, make_fixed_loss_model
 from tests.training.loops import run_loop
-from tests.training.tiny import Record, make_documents, make_model, make_trainer
-from tests.training.zero_resume import go_on, write_checkpoints
+from tests.training.tiny import REF, Record, make_documents, make_model, make_trainer
+from tests.training.zero_resume import go_on, own_loops, write_checkpoints
 
 LENGTHS = (30, 21, 11, 17, 14, 9, 20, 3, 8, 2, 1, 6, 5)  # 5 rows of 32 tokens
 RING2 = ContextParallelConfig(ring_degree=2)
@@ -43,6 +43,8 @@ DEEPSPEED = {
     "zero_allow_untested_optimizer": True,
 }
 
+# without the threshold such small parameters stay whole on every process
+SHARD_ALL = {"stage3_param_persistence_threshold": 0}
 BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 
 
@@ -135,6 +137,22 @@ def unequal_micro_steps(stage: int) -> tuple[float, torch.Tensor]:
     return record.losses[0], whole_parameters(model)["lm_head.weight"]
 
 
+class Speaker(TrainerCallback):
+    """Generates after the second step, and keeps the weights that it was generated with."""
+
+    text: torch.Tensor
+    parameters: dict[str, torch.Tensor]
+
+    def on_step_end(self, args, state, control, model=None, **kwargs) -> None:
+        if state.global_step == 2:
+            self.text, self.parameters = generate(model), whole_parameters(model)
+
+
+def whole_logits(model: PreTrainedModel) -> torch.Tensor:
+    with torch.no_grad(), context_parallel_disabled(model):
+        return model.eval()(input_ids=PROMPTS, use_cache=False).logits
+
+
 def largest_logit(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return logits.amax(-1)
 
@@ -154,41 +172,49 @@ def trainer_run(
     accumulation: int = 2,
     family: str = "llama",
     model_changes: dict[str, Any] | None = None,
+    evaluates: bool = True,
     **settings: Any,
 ) -> dict[str, Any]:
     """Trains, evaluates and saves (into `folder`) through the Trainer."""
     fresh_state()
     model = make_model(family, lora=lora, dtype=torch.float32, **(model_changes or {}))
     before = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    documents = make_documents(LENGTHS)
+    documents, speaker = make_documents(LENGTHS), Speaker()
     trainer = make_trainer(
         model,
         config,
         documents,
         eval_dataset=documents[:5],
+        callbacks=[speaker] if stage == 3 and evaluates else None,
         deepspeed={
             **DEEPSPEED,
             **(deepspeed_settings or {}),
             "zero_optimization": {"stage": stage, **(zero_settings or {})},
         },
         gradient_accumulation_steps=accumulation,
-        eval_on_start=True,
+        eval_on_start=evaluates,
         eval_strategy="no",
         **settings,
     )
     trainer.preprocess_logits_for_metrics, trainer.compute_metrics = largest_logit, mean_of_largest
     trainer.train()
-    evaluated, predictions = trainer.evaluate(), trainer.predict(documents).predictions
+    evaluated, predictions = {}, None
+    if evaluates:
+        evaluated, predictions = trainer.evaluate(), trainer.predict(documents).predictions
     if folder is not None:
         trainer.save_model(str(folder))
     log = trainer.state.log_history
     return {
         "losses": trainer.step_losses(),
+        "logged": [entry["loss"] for entry in log if "loss" in entry],
         "grad_norms": [entry["grad_norm"] for entry in log if "grad_norm" in entry],
         "eval_losses": [entry["eval_loss"] for entry in log if "eval_loss" in entry],
-        "eval_loss": evaluated["eval_loss"],
-        "largest": evaluated["eval_largest"],
+        "eval_loss": evaluated.get("eval_loss"),
+        "largest": evaluated.get("eval_largest"),
         "predictions": predictions,
+        "spoken": vars(speaker),
+        "logits": None if folder is None else whole_logits(model),
+        "shards": [(p.ds_numel, p.ds_tensor.numel()) for p in model.parameters() if hasattr(p, "ds_id")],
         "parameters": master_parameters(model) if settings.get("bf16") else whole_parameters(model),
         "offloads": trainer.deepspeed.zero_cpu_offload(),
         "reduce_scatters": trainer.deepspeed.zero_reduce_scatter(),
@@ -247,6 +273,10 @@ def refusals() -> dict[str, str]:
         finally:
             del os.environ["ACCELERATE_USE_CPU"]
 
+    def weights_that_are_not_gathered() -> None:
+        config = {**DEEPSPEED, "zero_optimization": {"stage": 3, GATHER_WEIGHTS: False}}
+        make_trainer(make_model(dtype=torch.float32), RING2, make_documents([9]), deepspeed=config)
+
     cases = (
         contradiction,
         plugin_contradiction,
@@ -254,6 +284,7 @@ def refusals() -> dict[str, str]:
         evaluate_first,
         silently_ddp,
         trainer_silently_ddp,
+        weights_that_are_not_gathered,
     )
     return {case.__name__: message(case) for case in cases}
 
@@ -264,22 +295,33 @@ def zero_variants() -> dict[str, Any]:
         "zero_settings": {"offload_optimizer": {"device": "cpu"}},
         "deepspeed_settings": {"zero_force_ds_cpu_optimizer": False},  # its own Adam is compiled for minutes
     }
-    # without the threshold such small parameters stay whole, and reduce_scatter has nothing to do
-    whole_buckets = {"zero_settings": {"reduce_scatter": False, "stage3_param_persistence_threshold": 0}}
+    whole_buckets = {"zero_settings": {"reduce_scatter": False, **SHARD_ALL}}
     return {
-        f"{name}{stage}": trainer_run(stage=stage, max_steps=6, **settings)
-        for name, settings in (("plain", {}), ("offload", offload), ("no_reduce_scatter", whole_buckets))
+        f"{name}{stage}": trainer_run(stage=stage, max_steps=6, evaluates=False, **settings)
+        for name, settings in (("offload", offload), ("no_reduce_scatter", whole_buckets))
         for stage in (2, 3)
     }
 
 
 def bf16_runs() -> dict[str, Any]:
-    """Six steps in bf16 on shared rows, and on whole rows of the same steps."""
+    """Six steps in bf16, in every stage: on shared rows, and on whole rows of the same steps."""
+    settings = {"max_steps": 6, "bf16": True, "evaluates": False}
     return {
-        "shared": trainer_run(stage=2, max_steps=6, bf16=True),
-        "whole": trainer_run(
-            stage=2, max_steps=6, bf16=True, config=ContextParallelConfig(force=True), accumulation=1
-        ),
+        stage: {
+            "shared": trainer_run(stage=stage, **settings),
+            "whole": trainer_run(stage=stage, config=REF, accumulation=1, **settings),
+        }
+        for stage in (1, 2, 3)
+    }
+
+
+def bf16_chunks() -> dict[str, Any]:
+    """One step on one row: in 64 calls of lm_head and 32 of every feed-forward part, and in one call of each."""
+    many = replace(RING2, loss_chunk_tokens=2, mlp_chunk_tokens=4)
+    settings = {"stage": 3, "zero_settings": SHARD_ALL, "bf16": True, "evaluates": False}
+    return {
+        name: trainer_run(config=config, max_steps=1, max_tokens=256, accumulation=1, **settings)
+        for name, config in (("many", many), ("one", RING2))
     }
 
 
@@ -292,10 +334,13 @@ def two_processes(out: Path) -> dict[str, Any]:
         "unequal": {stage: unequal_micro_steps(stage) for stage in (0, 2)},
         "trainer": trainer_run(out / "full"),
         "trainer_lora": trainer_run(out / "lora", lora=True),
-        "trainer_stages": {stage: trainer_run(stage=stage) for stage in (0, 1, 3)},
+        "trainer_lora3": trainer_run(out / "lora3", stage=3, lora=True),
+        "trainer_stages": {stage: trainer_run(out / f"full{stage}", stage=stage) for stage in (0, 1, 3)},
         "variants": zero_variants(),
         "bf16": bf16_runs(),
+        "bf16_chunks": bf16_chunks(),
         "resume": write_checkpoints(out),
+        "own_loops": own_loops(out / "own_loops"),
         "refusals": refusals(),
     }
 
@@ -307,34 +352,19 @@ def sharded_run(mlp_chunk_tokens: int | None = None, **settings: Any) -> dict[st
     loss is computed in chunks of 4 tokens, and each chunk gathers lm_head, so all must make equally many.
     """
     config = replace(RING2, loss_chunk_tokens=4, mlp_chunk_tokens=mlp_chunk_tokens)
-    zero_settings = {"stage3_param_persistence_threshold": 0}
-    return trainer_run(stage=3, config=config, zero_settings=zero_settings, accumulation=1, **settings)
+    return trainer_run(stage=3, config=config, zero_settings=SHARD_ALL, accumulation=1, **settings)
 
 
-def four_processes(out: Path, first: Path) -> dict[str, Any]:
-    """`first` is where two processes have left their checkpoints."""
+def four_processes(out: Path) -> dict[str, Any]:
+    experts = {"family": "mixtral", "model_changes": BALANCED | {"experts_implementation": "grouped_mm"}}
+    clipped = {"max_grad_norm": 0.1, "evaluates": False}
     return {
-        "resume": go_on(first),
-        "trainer": trainer_run(out / "full"),
-        "clipped": trainer_run(out / "clipped", max_grad_norm=0.1),
-        "clipped_stage0": trainer_run(stage=0, max_grad_norm=0.1),
-        "clipped_sharded": trainer_run(
-            stage=3, max_grad_norm=0.1, zero_settings={"stage3_param_persistence_threshold": 0}
-        ),
+        "resume": go_on(out),
+        "trainer": trainer_run(),
+        "clipped": trainer_run(**clipped),
+        "clipped_stage0": trainer_run(stage=0, **clipped),
+        "clipped_sharded": trainer_run(stage=3, zero_settings=SHARD_ALL, **clipped),
         "sharded": sharded_run(),
-        "sharded_saving": sharded_run(mlp_chunk_tokens=4, activation_checkpointing=True),
-        "experts": sharded_run(family="mixtral", model_changes=BALANCED | {"experts_implementation": "grouped_mm"}),
+        "sharded_saving": sharded_run(mlp_chunk_tokens=4, activation_checkpointing=True, evaluates=False),
+        "experts": sharded_run(**experts, evaluates=False),
     }
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    out = Path(sys.argv[1])
-    results = two_processes(out) if os.environ["WORLD_SIZE"] == "2" else four_processes(out, first=Path(sys.argv[2]))
-    torch.save(results, out / f"rank{dist.get_rank()}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

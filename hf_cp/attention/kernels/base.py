@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 
-from hf_cp.sequence.tiles import Tile, are_side_by_side, cut_for_causal_kernel, join_for_varlen_kernel
+from hf_cp.sequence.tiles import Tile, TileTable, are_side_by_side, cut_for_causal_kernel, join_for_varlen_kernel
 
 Rows = slice | torch.Tensor
+Slots = slice | np.ndarray
 
 
 class VarlenArguments(NamedTuple):
@@ -34,18 +37,25 @@ class TileGroup:
     Attributes:
         tiles (`tuple[Tile, ...]`): a single one, unless the kernel is `varlen`.
         q_rows, k_rows (`slice` or int64 `torch.Tensor`): the slots of all tiles, one after another.
+        q_slots (`slice` or int64 `np.ndarray`): `q_rows`, on the host.
         varlen (`VarlenArguments`, *optional*): for `varlen` kernels.
     """
 
     tiles: tuple[Tile, ...]
     q_rows: Rows
     k_rows: Rows
+    q_slots: Slots
     varlen: VarlenArguments | None = None
 
     @property
     def tile(self) -> Tile:
         """The band of all tiles; the tile itself if it is single."""
         return self.tiles[0]
+
+    @cached_property
+    def area(self) -> int:
+        """Number of visible (query, key) pairs."""
+        return TileTable.from_tiles(list(self.tiles)).area
 
 
 class TensorKind(NamedTuple):
@@ -101,7 +111,7 @@ def plan_calls(tiles: Sequence[Tile], kernel: Kernel, device: torch.device) -> l
     if not kernel.bands:
         tiles = [part for tile in tiles for part in cut_for_causal_kernel(tile)]
     if not kernel.varlen:
-        return [TileGroup((tile,), tile.q_slots, tile.k_slots) for tile in tiles]
+        return [TileGroup((tile,), tile.q_slots, tile.k_slots, tile.q_slots) for tile in tiles]
     return [_make_group(group, device) for group in join_for_varlen_kernel(tiles)]
 
 
@@ -109,12 +119,13 @@ def _make_group(tiles: Sequence[Tile], device: torch.device) -> TileGroup:
     q_lens, k_lens = [t.q_len for t in tiles], [t.k_len for t in tiles]
     borders = [torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device=device) for lens in (q_lens, k_lens)]
     varlen = VarlenArguments(*borders, max(q_lens), max(k_lens))
-    q_rows, k_rows = (_rows(slots, device) for slots in ([t.q_slots for t in tiles], [t.k_slots for t in tiles]))
-    return TileGroup(tuple(tiles), q_rows, k_rows, varlen)
+    q_slots, k_slots = _joined([t.q_slots for t in tiles]), _joined([t.k_slots for t in tiles])
+    q_rows, k_rows = (s if isinstance(s, slice) else torch.from_numpy(s).to(device) for s in (q_slots, k_slots))
+    return TileGroup(tuple(tiles), q_rows, k_rows, q_slots, varlen)
 
 
-def _rows(slots: Sequence[slice], device: torch.device) -> Rows:
+def _joined(slots: Sequence[slice]) -> Slots:
     """One slice if the slots are side by side (a view), else their numbers (a copy)."""
     if are_side_by_side(slots):
         return slice(slots[0].start, slots[-1].stop)
-    return torch.cat([torch.arange(s.start, s.stop) for s in slots]).to(device)
+    return np.concatenate([np.arange(s.start, s.stop) for s in slots])
