@@ -143,7 +143,7 @@ def test_auto_comes_first_and_others_where_they_differ():
 
 
 def test_parts_for_the_own_node_do_not_take_the_slow_link():
-    """All-to-all over 16 processes, 8 a node: 8 of 15 parts leave the node; of 3 groups of 3, none is taken for sure."""
+    """All-to-all over 16 processes, 8 a node: 8 of 15 parts leave the node. Groups of 3 are not counted on."""
     cluster, device = Cluster(DEVICES["h100"], 16, 8), DEVICES["h100"]
     assert cluster.link_to_all(16, 16).bytes_per_second == pytest.approx(device.inter_gbs * 1e9 * 15 / 8)
     assert cluster.link_to_all(2, 16).bytes_per_second == device.inter_gbs * 1e9  # a ring of 2 with Ulysses 8 inside
