@@ -32,6 +32,8 @@ class Device:
         intra_latency, inter_latency (`float`): seconds before the first byte of a message.
         intra_overlap, inter_overlap (`float`): share of a transfer's time that arithmetic beside it hides, 0 to 1;
             below 1 where sending needs the processor that computes, as with gloo on CPUs.
+        intra_trade_gbs, inter_trade_gbs, intra_trade_latency, inter_trade_latency (`float`, *optional*): the same for
+            trades of tokens for heads (Ulysses), the copies around them included; `None`: as other transfers.
         half_efficiency_tokens (`float`): blocks of so many tokens reach half of the kernel's sustained rate.
         attention_error, matmul_error, intra_error, inter_error (`float`): relative errors of the rates.
         is_measured (`bool`): whether numbers come from `hf-cp bench` or another measurement.
@@ -49,6 +51,10 @@ class Device:
     inter_latency: float = 20e-6
     intra_overlap: float = 1.0
     inter_overlap: float = 1.0
+    intra_trade_gbs: float | None = None
+    inter_trade_gbs: float | None = None
+    intra_trade_latency: float | None = None
+    inter_trade_latency: float | None = None
     half_efficiency_tokens: float = 512.0
     attention_error: float = ASSUMED_ERROR
     matmul_error: float = ASSUMED_ERROR

@@ -47,6 +47,11 @@ class Link:
         """Of so many bytes in so many messages, one after another; nothing to send takes no time."""
         return messages * self.latency + num_bytes / self.bytes_per_second if num_bytes else 0.0
 
+    def measured_as(self, gbs: float | None, latency: float | None) -> Link:
+        """With these instead, where they are known."""
+        rate = self.bytes_per_second if gbs is None else gbs * GIGA
+        return replace(self, bytes_per_second=rate, latency=self.latency if latency is None else latency)
+
     def exposed(self, seconds: float, compute: float) -> float:
         """What transfers of so many seconds add to so much arithmetic that runs beside them."""
         return seconds - self.overlap * min(seconds, compute)
@@ -96,25 +101,35 @@ class Cluster:
 
     def link(self, span: int) -> Link:
         """The slowest link between neighbours of the groups of `span` consecutive processes."""
-        device = self.device
-        if self.is_in_node(span):
-            return Link(device.intra_gbs * GIGA, device.intra_latency, device.intra_overlap, device.intra_error)
-        return Link(device.inter_gbs * GIGA, device.inter_latency, device.inter_overlap, device.inter_error)
+        inside, between = self._links()
+        return inside if self.is_in_node(span) else between
 
-    def link_to_all(self, size: int, span: int) -> Link:
+    def _links(self, *, for_trades: bool = False) -> tuple[Link, Link]:
+        """Inside a node, and between nodes."""
+        d = self.device
+        inside = Link(d.intra_gbs * GIGA, d.intra_latency, d.intra_overlap, d.intra_error)
+        between = Link(d.inter_gbs * GIGA, d.inter_latency, d.inter_overlap, d.inter_error)
+        if not for_trades:
+            return inside, between
+        return (
+            inside.measured_as(d.intra_trade_gbs, d.intra_trade_latency),
+            between.measured_as(d.inter_trade_gbs, d.inter_trade_latency),
+        )
+
+    def link_to_all(self, size: int, span: int, *, for_trades: bool = False) -> Link:
         """The way out to all others of a group of `size` in `span` consecutive processes, some maybe on the own node.
 
         Of the size - 1 parts of what is sent, only those for other nodes take the slow link; the others travel at the
         same time.
         """
-        slow, device = self.link(span), self.device
+        inside, between = self._links(for_trades=for_trades)
         if self.is_in_node(span):
-            return slow
+            return inside
         is_regular = span % self.gpus_per_node == 0
         own_node = max(1, self.gpus_per_node * size // span) if is_regular else 1
         crossing = (size - own_node) / (size - 1)
-        inside = device.intra_gbs * GIGA / (1 - crossing) if crossing < 1 else inf
-        return replace(slow, bytes_per_second=min(slow.bytes_per_second / crossing, inside))
+        fastest = inside.bytes_per_second / (1 - crossing) if crossing < 1 else inf
+        return replace(between, bytes_per_second=min(between.bytes_per_second / crossing, fastest))
 
     def is_in_node(self, span: int) -> bool:
         """Whether each group of `span` consecutive processes is on one node.
@@ -177,7 +192,7 @@ class RowCost:
         plan, config = attention_plan(self.layout, window=window), self.config
         ring = _ring(self, plan)
         traded = ulysses_bytes(self.shape, local_length=self.layout.local_length, ulysses_degree=config.ulysses_degree)
-        link = self.cluster.link_to_all(config.ulysses_degree, config.ulysses_degree)
+        link = self.cluster.link_to_all(config.ulysses_degree, config.ulysses_degree, for_trades=True)
         # two all-to-alls a pass; with groups of heads only the first group waits, the others travel beside attention
         trade = link.seconds(traded, 2 * (config.ulysses_degree - 1))
         first = trade / config.head_chunks

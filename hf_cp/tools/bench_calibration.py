@@ -1,9 +1,9 @@
 """What `hf-cp plan` assumes about a machine, measured: links, the attention kernel, matrix products.
 
 A link is fitted as seconds = messages x latency + bytes / bandwidth over messages of several sizes; every point's
-relative error weighs the same. Groups inside a node and groups over nodes are different links. The planner knows one
-of each, so hops and all-to-alls over it are fitted together, and apart for the report. Invariant: what was not
-measured is not reported; the planner keeps its own value.
+relative error weighs the same. Groups inside a node and groups over nodes are different links, and so are hops of a
+ring and trades of tokens for heads, which pack and unpack what they send. Invariant: what was not measured is not
+reported; the planner keeps its own value.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from hf_cp.attention.ulysses import attend_by_heads
 from hf_cp.config import ContextParallelConfig
-from hf_cp.parallel.collectives import finish_all_to_all, start_all_to_all, start_hop
+from hf_cp.parallel.collectives import start_hop
 from hf_cp.parallel.mesh import ContextParallelMesh
 from hf_cp.planning.step_time import GIGA, TERA
-from hf_cp.sequence.costs import AttentionShape, attention_flops
+from hf_cp.sequence.costs import AttentionShape, attention_flops, ulysses_bytes
 from hf_cp.tools.bench_cases import Case, Setting
 from hf_cp.tools.bench_measure import NOISE, Meshes, Run, Spread, Subject, measure, timed
 
@@ -55,7 +56,7 @@ class Link:
     """A process's way out to the others of its group.
 
     Attributes:
-        kind (`str`): "hop" (send and receive around the ring) or "all-to-all".
+        kind (`str`): "hop" (send and receive around the ring) or "trade" (of tokens for heads: Ulysses).
         ranks (`int`): size of the group.
         in_node (`bool`): whether all its ranks are on one node.
         points (`list[Point]`): what was measured.
@@ -111,7 +112,7 @@ def calibrate(
     matmul = _matmul(setting.torch_dtype, meshes.of(alone), sizes)
     links: list[Link] = []
     for span in _spans(meshes.of(alone).world_size, per_node):
-        hop, trade = (_link(kind, span, span <= per_node, meshes, sizes, base) for kind in ("hop", "all-to-all"))
+        hop, trade = (_link(kind, span, span <= per_node, meshes, sizes, base) for kind in ("hop", "trade"))
         links += [_with_overlap(hop, _shortened(setting), short.median, meshes, sizes, base), trade]
     matmul_tflops = 2.0 * sizes.matrix**3 / matmul.median / TERA
     device = _device(links, kernel, matmul_tflops, meshes.device_type)
@@ -175,7 +176,7 @@ def _with_degrees(base: ContextParallelConfig, ring: int, ulysses: int) -> Conte
 
 def _link(kind: str, span: int, in_node: bool, meshes: Meshes, sizes: Sizes, base: ContextParallelConfig) -> Link:
     mesh = meshes.of(_with_degrees(base, *((span, 1) if kind == "hop" else (1, span))))
-    make = _hop if kind == "hop" else _all_to_all
+    make = _hop if kind == "hop" else _trade
     points = []
     for num_bytes in sizes.messages:
         run, messages, sent = make(num_bytes, mesh)
@@ -224,11 +225,17 @@ def _hop(num_bytes: int, mesh: ContextParallelMesh) -> tuple[Run, int, int]:
     return lambda: start_hop(tensor, mesh, received_rows=num_bytes).wait(), 1, num_bytes
 
 
-def _all_to_all(num_bytes: int, mesh: ContextParallelMesh) -> tuple[Run, int, int]:
-    """Blocks of equal size to all other ranks, `num_bytes` together."""
-    others = mesh.ulysses_size - 1
-    blocks = torch.zeros(others + 1, num_bytes // others, dtype=torch.uint8, device=mesh.device_type)
-    return lambda: finish_all_to_all(start_all_to_all(blocks, mesh)), others, num_bytes // others * others
+def _trade(num_bytes: int, mesh: ContextParallelMesh) -> tuple[Run, int, int]:
+    """A forward pass of Ulysses, without attention: two all-to-alls and the copies around them."""
+    size, head_dim = mesh.ulysses_size, 64
+    shape = AttentionShape(2 * size, size, head_dim, itemsize=1)  # 2 query heads for a K/V head, as bytes
+    slots = max(1, num_bytes // ulysses_bytes(shape, local_length=1, ulysses_degree=size))
+    q, k, v = (
+        torch.zeros(slots, heads, head_dim, dtype=torch.uint8, device=mesh.device_type)
+        for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+    )
+    sent = ulysses_bytes(shape, local_length=slots, ulysses_degree=size)
+    return lambda: attend_by_heads(q, k, v, lambda q, k, v: q, mesh), 2 * (size - 1), sent
 
 
 def _attention(setting: Setting, alone: ContextParallelConfig, meshes: Meshes, sizes: Sizes) -> Spread:
@@ -273,11 +280,11 @@ def _device(links: Sequence[Link], kernel: Kernel, matmul_tflops: float, device_
     values |= {"attention_tflops": kernel.tflops, "half_efficiency_tokens": kernel.half_efficiency_tokens}
     values |= {"matmul_tflops": matmul_tflops}
     for name, in_node in (("intra", True), ("inter", False)):
-        points = [point for link in links if link.in_node is in_node for point in link.points]
-        if points:
-            latency, rate, _ = fit(points)
-            values |= {f"{name}_gbs": rate / GIGA, f"{name}_latency": latency}
-        overlaps = [link.overlap for link in links if link.in_node is in_node and link.overlap is not None]
-        if overlaps:
-            values[f"{name}_overlap"] = overlaps[-1]
+        for kind, what in (("hop", ""), ("trade", "_trade")):
+            found = [link for link in links if link.in_node is in_node and link.kind == kind]
+            if found:
+                latency, rate, _ = fit([point for link in found for point in link.points])
+                values |= {f"{name}{what}_gbs": rate / GIGA, f"{name}{what}_latency": latency}
+            if found and kind == "hop":
+                values[f"{name}_overlap"] = found[-1].overlap
     return values

@@ -154,6 +154,14 @@ def test_parts_for_the_own_node_do_not_take_the_slow_link():
     assert even == pytest.approx(equal.intra_gbs * 1e9 * 15 / 8)
 
 
+def test_trades_have_a_rate_of_their_own():
+    device = dataclasses.replace(DEVICES["h100"], intra_trade_gbs=100.0, intra_trade_latency=1e-3)
+    ring, ulysses = cost(8, device=device), cost(1, 8, device=device).attention(None).forward
+    assert ring.attention(None) == cost(8).attention(None)
+    assert ulysses.exposed == pytest.approx(ulysses.ulysses_bytes / 100e9 + 14 * 1e-3)
+    assert Cluster(device, 16, 8).link_to_all(16, 16, for_trades=True).bytes_per_second == pytest.approx(45e9 * 15 / 8)
+
+
 def test_an_exchange_takes_as_long_as_its_fullest_way():
     """A zigzagged document over 8 ranks: the first one sees all 14 chunks of the others, though 10.5 are sent each."""
     slow = dataclasses.replace(DEVICES["h100"], intra_gbs=0.5, intra_latency=0.0)

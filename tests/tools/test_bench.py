@@ -306,6 +306,7 @@ def test_two_processes_write_what_the_planner_reads(world2, tmp_path):
     assert device.is_measured and device.name == "CPU" and device.memory_gib == find_device("h100").memory_gib
     assert 0 < device.attention_tflops < 5 and 0 < device.matmul_tflops < 5 and 0 < device.intra_gbs < 100
     assert 0 <= device.intra_overlap <= 1 and "intra_overlap" in content["device"]
+    assert 0 < device.intra_trade_gbs < 100 and device.intra_trade_latency >= 0
     assert {"inter_gbs", "inter_overlap", "peak_tflops"} & set(
         content["device"]
     ) == set()  # nothing that was not measured
