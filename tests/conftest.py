@@ -23,6 +23,24 @@ hypothesis.settings.register_profile("no_deadline", deadline=None)
 hypothesis.settings.load_profile("no_deadline")
 
 
+POOLS = {"world2", "world3", "world4"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With `-n 2 --dist loadgroup` (pytest-xdist) one worker runs all files that start processes, one after another.
+
+    The other one runs the rest, so that the second core works while a pool waits, and no pool exists twice.
+    """
+    with_processes = {
+        item.path
+        for item in items
+        if item.get_closest_marker("distributed") or POOLS & set(getattr(item, "fixturenames", ()))
+    }
+    for item in items:
+        group = "processes" if item.path in with_processes else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.fixture(autouse=True)
 def _fresh_process() -> Iterator[None]:
     """The main process starts every test as worker.py starts every call: seed 0, fp32, one thread."""
