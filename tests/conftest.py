@@ -26,7 +26,6 @@ hypothesis.settings.load_profile("no_deadline")
 POOLS = {"world2", "world3", "world4"}
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in its own hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With `-n 2 --dist loadgroup` (pytest-xdist) one worker runs all files that start processes, one after another.
 
