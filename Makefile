@@ -59,7 +59,7 @@ quickstart: $(DEMO) ## fine-tune a real model on two CPU processes and prove the
 test: lint ## lint, then the whole test suite
 	@mkdir -p $(TORCH_EXTENSIONS_DIR)
 	@find $(TORCH_EXTENSIONS_DIR) -name lock -type f -delete
-	$(RUN) $(BIN)/python -m pytest -q -n 2 --dist loadgroup
+	$(RUN) $(BIN)/python -m pytest -q
 
 lint: $(ALL) ## ruff: rules and formatting
 	$(BIN)/ruff check .

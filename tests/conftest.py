@@ -17,28 +17,22 @@ import pytest
 import torch
 
 from tests.distributed.world import InProcessWorld, World
+from tests.examples.launch import build_deepspeed_extension, start_deepspeed_build
 
 # Shared machines stall for seconds; tests have time limits of their own.
 hypothesis.settings.register_profile("no_deadline", deadline=None)
 hypothesis.settings.load_profile("no_deadline")
 
 
-POOLS = {"world2", "world3", "world4"}
+@pytest.fixture(scope="session")
+def deepspeed_extension() -> None:
+    """It is compiled before the tests that launch DeepSpeed, so it does not count as their time."""
+    build_deepspeed_extension()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `-n 2 --dist loadgroup` (pytest-xdist) one worker runs all files that start processes, one after another.
-
-    The other one runs the rest, so that the second core works while a pool waits, and no pool exists twice.
-    """
-    with_processes = {
-        item.path
-        for item in items
-        if item.get_closest_marker("distributed") or POOLS & set(getattr(item, "fixturenames", ()))
-    }
-    for item in items:
-        group = "processes" if item.path in with_processes else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if any("deepspeed_extension" in getattr(item, "fixturenames", ()) for item in session.items):
+        start_deepspeed_build()
 
 
 @pytest.fixture(autouse=True)

@@ -26,7 +26,7 @@ from hf_cp.sequence.packing import PackingManifest
 from hf_cp.tools.cli import command_parser
 from hf_cp.tools.cli import main as hf_cp
 from hf_cp.training.zero import ZERO_STAGES, complete_zero_config
-from tests.examples.launch import ROOT, Finished, accelerate_launch, build_deepspeed_extension, load
+from tests.examples.launch import ROOT, Finished, accelerate_launch, load
 from tests.examples.tiny_quickstart import write_quickstart
 
 RECIPES = sorted(path.parent for path in (ROOT / "recipes").glob("*/train.yaml"))
@@ -252,8 +252,7 @@ def test_incomplete_rope_parameters_are_refused(rope):
 
 
 @pytest.fixture(scope="module")
-def quickstart(tmp_path_factory) -> tuple[Path, list[str], Finished]:
-    build_deepspeed_extension()
+def quickstart(tmp_path_factory, deepspeed_extension) -> tuple[Path, list[str], Finished]:
     folder = tmp_path_factory.mktemp("quickstart")
     options = write_quickstart(folder)
     return folder, options, launch([*options, "--record_dir", str(folder / "record"), "--profile_steps", "2", "3"])

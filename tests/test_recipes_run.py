@@ -14,7 +14,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from tests.examples.launch import ROOT, Finished, build_deepspeed_extension, free_port, run_command
+from tests.examples.launch import ROOT, Finished, free_port, run_command
 from tests.examples.scaled_recipes import HOSTS, NUM_LAYERS, PROCESSES, scaled_degrees, write_scaled
 from tests.tools.recipe_files import write_model, write_recipe
 
@@ -31,9 +31,8 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(500
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> tuple[Path, list[Finished]]:
+def runs(tmp_path_factory, deepspeed_extension) -> tuple[Path, list[Finished]]:
     """The folder with what all recipes left, and the output of both launchers."""
-    build_deepspeed_extension()
     folder = tmp_path_factory.mktemp("recipes")
     for name in NAMES:
         write_scaled(name, folder)

@@ -8,7 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -36,6 +37,12 @@ def accelerate_launch(config_file: Path, script: str, *options: str, timeout: fl
     """`accelerate launch --config_file config_file examples/script options`."""
     launcher = ["--config_file", str(config_file), "--main_process_port", str(free_port())]
     return run(["-m", "accelerate.commands.launch", *launcher, str(EXAMPLES / script), *options], timeout=timeout)
+
+
+def together(*runs: Callable[[], Finished]) -> list[Finished]:
+    """Several launches at the same time: one process alone leaves a core free."""
+    with ThreadPoolExecutor(len(runs)) as pool:
+        return [future.result() for future in [pool.submit(each) for each in runs]]
 
 
 def run(arguments: list[str], *, timeout: float) -> Finished:
@@ -80,21 +87,29 @@ def environment() -> dict[str, str]:
 
 
 def extensions_folder() -> Path:
-    """Where DeepSpeed's compiled extension stays between runs; without locks, which a killed run leaves for ever."""
+    """Where DeepSpeed's compiled extension stays between runs."""
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR", ROOT / ".cache" / "torch_extensions"))
     folder.mkdir(parents=True, exist_ok=True)
-    for lock in folder.glob("*/lock"):
-        lock.unlink(missing_ok=True)
     return folder
 
 
 @cache
+def start_deepspeed_build() -> Future[Finished] | None:
+    """Begins to compile what DeepSpeed compiles in its first launch on CPU, unless it is there; beside other tests."""
+    for lock in extensions_folder().glob("*/lock"):  # a killed run leaves them for ever
+        lock.unlink(missing_ok=True)
+    if list(extensions_folder().glob("deepspeed_shm_comm/*.so")):
+        return None
+    builder = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
+    return ThreadPoolExecutor(1).submit(run, ["-c", builder], timeout=500)
+
+
+@cache
 def build_deepspeed_extension() -> None:
-    """Compiles what DeepSpeed compiles in its first launch on CPU, unless it is there: one to two minutes, once."""
-    if not list(extensions_folder().glob("deepspeed_shm_comm/*.so")):
-        builder = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
-        finished = run(["-c", builder], timeout=400)
-        assert finished.status == 0, finished.output[-4000:]
+    """Waits until DeepSpeed's extension is there: one to two minutes, once."""
+    building = start_deepspeed_build()
+    if building is not None:
+        assert building.result().status == 0, building.result().output[-4000:]
 
 
 def free_port() -> int:

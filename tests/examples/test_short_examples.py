@@ -8,7 +8,7 @@ import re
 import pytest
 from safetensors.torch import load_file
 
-from tests.examples.launch import EXAMPLES, run, torchrun
+from tests.examples.launch import EXAMPLES, run, together, torchrun
 
 LOSS = re.compile(r"step \d+: loss ([\d.]+)")
 SHORT = ("lora_merge.py", "one_line_patch.py")
@@ -23,16 +23,14 @@ def test_is_short(script):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_one_line_patch_prints_the_losses_of_one_process():
-    finished = [
-        run([str(EXAMPLES / "one_line_patch.py"), "--ring_degree", "1"], timeout=300),
-        torchrun("one_line_patch.py"),
-        torchrun("one_line_patch.py", "--ring_degree", "1", "--ulysses_degree", "2"),
-    ]
-    assert [f.status for f in finished] == [0, 0, 0], [f.output for f in finished]
-    one, *split = [[float(loss) for loss in LOSS.findall(f.output)] for f in finished]
+    finished = together(
+        lambda: run([str(EXAMPLES / "one_line_patch.py"), "--ring_degree", "1"], timeout=300),
+        lambda: torchrun("one_line_patch.py"),
+    )
+    assert [f.status for f in finished] == [0, 0], [f.output for f in finished]
+    one, split = [[float(loss) for loss in LOSS.findall(f.output)] for f in finished]
     assert len(one) == 5 and one[-1] < one[0] - 0.1
-    for losses in split:
-        assert losses == pytest.approx(one, abs=5e-6)  # six printed decimals
+    assert split == pytest.approx(one, abs=5e-6)  # six printed decimals
 
 
 @pytest.mark.distributed

@@ -1,19 +1,11 @@
-"""DeepSpeed's extension is compiled before the tests that launch DeepSpeed, so it does not count as their time.
-
-What is measured in one launch (zero_worlds.py) is shared by test_zero.py and test_zero_saves.py.
-"""
+"""What is measured in one launch (zero_worlds.py) is shared by test_zero.py and test_zero_saves.py."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from tests.examples.launch import build_deepspeed_extension, run
-
-
-@pytest.fixture(scope="session")
-def deepspeed_extension() -> None:
-    build_deepspeed_extension()
+from tests.examples.launch import run
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.launch import EXAMPLES, Finished, free_port, run, torchrun
+from tests.examples.launch import EXAMPLES, Finished, free_port, run, together, torchrun
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.usefixtures("deepspeed_extension")]
 
@@ -31,9 +31,11 @@ def numbers(finished: Finished, pattern: str) -> list[float]:
 
 def test_accelerate_loop():
     pattern = r"step \d+: loss (\d+\.\d+) over"
-    expected = numbers(alone("accelerate_loop.py", "--ring_degree", "1"), pattern)
+    one, finished = together(
+        lambda: alone("accelerate_loop.py", "--ring_degree", "1"), lambda: zero2("accelerate_loop.py")
+    )
+    expected = numbers(one, pattern)
     assert len(expected) > 2 and expected[-1] < expected[0]
-    finished = zero2("accelerate_loop.py")
     assert numbers(finished, pattern) == pytest.approx(expected, abs=3e-5)
     assert "DEEPSPEED, ContextParallelMesh(dp=1 x ring=2 x ulysses=1" in finished.output
 
@@ -41,13 +43,15 @@ def test_accelerate_loop():
 def test_trainer(tmp_path: Path):
     pattern = r"evaluation loss (\d+\.\d+) -> \d"
     last = r"evaluation loss \d+\.\d+ -> (\d+\.\d+)"
-    options = ["--max_steps", "3", "--output_dir", str(tmp_path)]
-    one = alone("trainer.py", "--ring_degree", "1", *options)
-    finished = torchrun("trainer.py", *options)
+    options = ["--max_steps", "3", "--output_dir"]
+    one, finished = together(
+        lambda: alone("trainer.py", "--ring_degree", "1", *options, str(tmp_path / "one")),
+        lambda: torchrun("trainer.py", *options, str(tmp_path / "two")),
+    )
     assert numbers(finished, pattern) == pytest.approx(numbers(one, pattern), abs=2e-4)
     assert numbers(finished, last) == pytest.approx(numbers(one, last), abs=2e-3)
     assert numbers(finished, last) < numbers(finished, pattern)
     assert "MULTI_CPU, ContextParallelMesh(dp=1 x ring=2 x ulysses=1" in finished.output
     for run_of, split in ((one, "dp 1 x ring 1"), (finished, "dp 1 x ring 2")):  # nobody has set a log level
         assert run_of.output.count("hf_cp: ") == run_of.output.count(f"hf_cp: {split} x ulysses 1 | layout ") == 1
-    assert (tmp_path / "model.safetensors").exists()
+    assert (tmp_path / "one" / "model.safetensors").exists() and (tmp_path / "two" / "model.safetensors").exists()
