@@ -302,15 +302,22 @@ def _ring(row: RowCost, plan: AttentionPlan) -> AttentionCost:
         exposed = _relay(forward, backward, kv_bytes / (size - 1), (both - kv_bytes) / (size - 1), link)
     else:
         link = row.cluster.link_to_all(size, row.config.cp_size)
-        # an exchange takes as long as the fullest way in or out: a zigzagged document's first rank sees what all the
-        # others hold, though together they send 75 % of it
-        busiest = max(max(ring_rows(plan, rank, comm)) for rank in ranks) * row_elements(
+        busiest = max(_one_way(*ring_rows(plan, rank, comm), link) for rank in ranks) * row_elements(
             row.shape, row.config.ulysses_degree
         )
         exposed = _at_once(
             forward, backward, busiest * row.shape.itemsize, busiest * row.shape.grad_itemsize, link, size - 1
         )
     return AttentionCost(Pass(sum(forward), exposed[0], kv_bytes), Pass(sum(backward), exposed[1], both))
+
+
+def _one_way(sent: int, received: int, link: Link) -> float:
+    """Rows of a hop, which sends as much as it receives, that takes as long.
+
+    A wire takes as long as its fuller direction (a zigzagged document's first rank receives all that the others hold,
+    and sends half as much); a processor that sends and receives itself takes as long as both together.
+    """
+    return link.overlap * max(sent, received) + (1 - link.overlap) * (sent + received) / 2
 
 
 def _relay(
