@@ -29,7 +29,7 @@ from hf_cp.planning.model_shape import ModelShape
 from hf_cp.planning.step_time import GIGA, TERA, Cluster, RowCost
 from hf_cp.sequence.costs import AttentionShape, attention_flops
 from hf_cp.sequence.tiles import Tile
-from hf_cp.tools.bench_calibration import Point, fit, hidden_share
+from hf_cp.tools.bench_calibration import Point, fit, fit_kernel, hidden_share
 
 PER_HOST = 2
 WARM_UP_TOKENS = 256
@@ -129,7 +129,7 @@ def measured_device(tokens: int, shape: Namespace) -> Device:
     across = mesh_of(SPLITS["ring 2 across, Ulysses 2 inside, p2p"])
     inside = mesh_of(SPLITS["Ulysses 2 across, ring 2 inside, p2p"])
     inter, intra = link(across), link(inside)
-    rate, half_efficiency_tokens = kernel_rate(tokens, shape)
+    speed = fit_kernel([kernel_rate(n, shape) for n in (tokens // 2, tokens // 8)])
     kernel = causal_calls(tokens // 2, shape)
     inter_overlap, intra_overlap = (
         hidden_share(kernel, int(min(bandwidth * usual(kernel) / 2, MESSAGES[-1])), mesh, rounds=REPEATS)
@@ -140,14 +140,14 @@ def measured_device(tokens: int, shape: Namespace) -> Device:
         memory_gib=1.0,
         peak_tflops=1.0,
         matmul_tflops=1.0,
-        attention_tflops=rate / TERA,
+        attention_tflops=speed.tflops,
         intra_gbs=intra[0] / GIGA,
         inter_gbs=inter[0] / GIGA,
         intra_latency=intra[1],
         inter_latency=inter[1],
         intra_overlap=intra_overlap,
         inter_overlap=inter_overlap,
-        half_efficiency_tokens=half_efficiency_tokens,
+        half_efficiency_tokens=speed.half_efficiency_tokens,
         is_measured=True,
     )
 
@@ -164,23 +164,11 @@ def hop(num_bytes: int, mesh: ContextParallelMesh) -> Callable[[], None]:
 
 
 def kernel_rate(tokens: int, shape: Namespace) -> tuple[float, float]:
-    """(operations per second on long blocks, tokens of a block that reaches half of it), from two documents.
-
-    On blocks of b tokens the planner's rate is r b / (b + h), so an operation takes 1 / r + (h / r) / b.
-    """
-    (short, slow), (long, fast) = (seconds_per_operation(n, shape) for n in (tokens // 8, tokens // 2))
-    per_block = (slow - fast) / (1 / short - 1 / long)
-    per_block = min(max(0.0, per_block), 0.9 * fast * long)  # where a call costs more than its arithmetic
-    rate = 1 / (fast - per_block / long)
-    return rate, per_block * rate
-
-
-def seconds_per_operation(tokens: int, shape: Namespace) -> tuple[float, float]:
-    """(b, seconds): of the kernel on a causal document, as a block of b x b scores."""
+    """(b, TFLOP/s): of the kernel on a causal document, as a block of b x b scores."""
     area = tokens * (tokens + 1) // 2
     calls = causal_calls(tokens, shape)
     operations = sum(attention_flops(AttentionShape(shape.num_heads, shape.num_kv_heads, shape.head_dim), area))
-    return area**0.5, usual(calls) / operations
+    return area**0.5, operations / usual(calls) / TERA
 
 
 def causal_calls(tokens: int, shape: Namespace) -> Callable[[], None]:

@@ -56,8 +56,7 @@ def check_batch(
     if in_lockstep and mesh.dp_size > 1:
         error = None if fault is None else ValueError(fault)
         digest, size = (0, 0) if layout is None else (_digest(layout), layout.local_length)
-        longest = exchange_status("row", mesh=mesh, digest=digest, error=error, size=size)
-        layout.lockstep_length = longest
+        layout.lockstep_length = exchange_status("row", mesh=mesh, digest=digest, error=error, size=size)
         return
     peers = gather_ints_over_cp([fault is not None, 0 if layout is None else _digest(layout)], mesh)
     if fault is not None:

@@ -25,7 +25,7 @@ from hf_cp.sequence.costs import AttentionShape, attention_flops, ulysses_bytes
 from hf_cp.tools.bench_cases import Case, Setting
 from hf_cp.tools.bench_measure import NOISE, Meshes, Run, Spread, Subject, measure, timed
 
-__all__ = ["Calibration", "Link", "calibrate", "fit", "hidden_share"]
+__all__ = ["Calibration", "Link", "calibrate", "fit", "fit_kernel", "hidden_share"]
 
 
 class Sizes(NamedTuple):

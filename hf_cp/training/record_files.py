@@ -18,6 +18,7 @@ RUN_FILE = "run.json"
 
 
 def rank_file(rank: int) -> str:
+    """Name of a rank's file of records."""
     return f"rank{rank}.jsonl"
 
 

@@ -6,6 +6,7 @@ import pytest
 from transformers.distributed import DistributedConfig
 
 from hf_cp import ContextParallelConfig, apply_context_parallel
+from hf_cp.models.patch import context_parallel_state
 from tests.models.tiny import tiny_model
 
 
@@ -34,4 +35,4 @@ def test_tensor_parallel():
 def test_a_distributed_config_of_ones_is_fine():
     model = tiny_model()
     model.config.distributed_config = DistributedConfig(tp_size=1)
-    apply_context_parallel(model, ContextParallelConfig(force=True))
+    assert context_parallel_state(apply_context_parallel(model, ContextParallelConfig(force=True))) is not None
