@@ -19,7 +19,7 @@ from unittest.mock import patch
 import torch
 
 from hf_cp import ContextParallelConfig, SequenceLayout
-from hf_cp.attention import exchange, gather, ring
+from hf_cp.attention import allgather, exchange, ring
 from hf_cp.attention.engine import Call, Engine
 from hf_cp.attention.kernels import Kernel
 from hf_cp.attention.tiles import TileBackward, TileForward
@@ -99,7 +99,7 @@ def _engine(config: ContextParallelConfig) -> Engine:
     by_name = {
         "p2p": ring.Ring,
         "exchange": exchange.Exchange,
-        "allgather": partial(gather.Gather, config.head_chunks),
+        "allgather": partial(allgather.Gather, config.head_chunks),
     }
     return by_name[config.ring_comm]()
 
@@ -135,8 +135,8 @@ def attention(
     with ExitStack() as patches:
         patches.enter_context(patch.object(ring, "start_hop", _hop))
         patches.enter_context(patch.object(exchange, "start_exchange", _exchange))
-        patches.enter_context(patch.object(gather, "start_return", _return))
-        patches.enter_context(patch.object(gather, "start_all_gather", _all_gather))
+        patches.enter_context(patch.object(allgather, "start_return", _return))
+        patches.enter_context(patch.object(allgather, "start_all_gather", _all_gather))
         with ThreadPoolExecutor(size) as threads:
             shards = list(threads.map(rank, range(size)))
     return [layout.unshard(list(parts)) for parts in zip(*shards, strict=True)]

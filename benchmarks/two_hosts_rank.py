@@ -22,14 +22,14 @@ import torch.distributed as dist
 from attention import kernel_calls, sharded
 
 from hf_cp import ContextParallelConfig, ContextParallelMesh
-from hf_cp.parallel.collectives import start_hop
+from hf_cp.distributed.collectives import start_hop
 from hf_cp.planning.devices import Device
 from hf_cp.planning.memory import Training
 from hf_cp.planning.model_shape import ModelShape
 from hf_cp.planning.step_time import GIGA, TERA, Cluster, RowCost
 from hf_cp.sequence.costs import AttentionShape, attention_flops
 from hf_cp.sequence.tiles import Tile
-from hf_cp.tools.bench_calibration import Point, fit, fit_kernel, hidden_share
+from hf_cp.tools.bench.calibration import Point, fit, fit_kernel, hidden_share
 
 PER_HOST = 2
 WARM_UP_TOKENS = 256

@@ -52,9 +52,9 @@ from hf_cp import (
 )
 from hf_cp.config import check_heads, head_counts
 from hf_cp.models.rope import set_rope_parameters
-from hf_cp.tools.evaluate import DocumentLosses, LossDrop, document_losses
-from hf_cp.tools.report import peak_memory_gib, plot_losses
-from hf_cp.tools.verify import VerifyReport
+from hf_cp.recipes.held_out import DocumentLosses, LossDrop, document_losses
+from hf_cp.recipes.summary import peak_memory_gib, plot_losses
+from hf_cp.verify import VerifyReport
 
 RANK = int(os.environ.get("RANK", "0"))
 PROOF_FEATURES = 1000  # the proof picks its documents among the first ones

@@ -12,22 +12,22 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from hf_cp.attention.usp import context_parallel_attention
     from hf_cp.data.collator import DataCollatorForContextParallel
+    from hf_cp.distributed.mesh import ContextParallelMesh
     from hf_cp.models.patch import apply_context_parallel, context_parallel_disabled, remove_context_parallel
-    from hf_cp.parallel.mesh import ContextParallelMesh
     from hf_cp.planning.search import plan_context_parallel
     from hf_cp.sequence.layout import SequenceLayout
     from hf_cp.sequence.packing import pack_documents
     from hf_cp.sequence.plan import AttentionPlan
-    from hf_cp.tools.verify import verify_context_parallel
     from hf_cp.training.attach import attach_context_parallel
     from hf_cp.training.callback import ContextParallelCallback
     from hf_cp.training.plugin import ContextParallelPlugin
     from hf_cp.training.trainer import ContextParallelTrainer, ContextParallelTrainerMixin
+    from hf_cp.verify import verify_context_parallel
 
 _MODULES = {
     "AttentionPlan": "hf_cp.sequence.plan",
     "ContextParallelCallback": "hf_cp.training.callback",
-    "ContextParallelMesh": "hf_cp.parallel.mesh",
+    "ContextParallelMesh": "hf_cp.distributed.mesh",
     "ContextParallelPlugin": "hf_cp.training.plugin",
     "ContextParallelTrainer": "hf_cp.training.trainer",
     "ContextParallelTrainerMixin": "hf_cp.training.trainer",
@@ -40,7 +40,7 @@ _MODULES = {
     "pack_documents": "hf_cp.sequence.packing",
     "plan_context_parallel": "hf_cp.planning.search",
     "remove_context_parallel": "hf_cp.models.patch",
-    "verify_context_parallel": "hf_cp.tools.verify",
+    "verify_context_parallel": "hf_cp.verify",
 }
 
 __all__ = [

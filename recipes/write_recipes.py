@@ -16,9 +16,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from hf_cp.planning.model_names import loadable_name
+from hf_cp.recipes.writer import README, Recipe, plan_output, recipe_files
 from hf_cp.tools import plan as plan_command
-from hf_cp.tools.model_names import loadable_name
-from hf_cp.tools.recipe_writer import README, Recipe, plan_output, recipe_files
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -17,9 +17,9 @@ import torch
 
 from hf_cp.attention.kernels import Kernel, TileGroup, plan_calls
 from hf_cp.attention.merge import accumulator_dtype
-from hf_cp.attention.once import Once, Tensors
+from hf_cp.attention.recompute import Once, Tensors
 from hf_cp.attention.tiles import TileBackward, TileForward
-from hf_cp.parallel.mesh import ContextParallelMesh
+from hf_cp.distributed.mesh import ContextParallelMesh
 from hf_cp.sequence.plan import AttentionPlan
 from hf_cp.sequence.tiles import Tile
 

@@ -17,8 +17,8 @@ from hf_cp.attention.engine import Call, in_two, rows_to_send
 from hf_cp.attention.kernels import TileGroup
 from hf_cp.attention.merge import accumulator_dtype
 from hf_cp.attention.tiles import TileBackward, TileForward
-from hf_cp.parallel.collectives import Transfer, start_exchange
-from hf_cp.parallel.ranges import named_range
+from hf_cp.distributed.collectives import Transfer, start_exchange
+from hf_cp.distributed.ranges import named_range
 from hf_cp.sequence.plan import renumber_keys
 
 

@@ -18,8 +18,8 @@ from hf_cp.attention.engine import Call, rows_to_send
 from hf_cp.attention.kernels import TileGroup
 from hf_cp.attention.merge import accumulator_dtype
 from hf_cp.attention.tiles import TileBackward, TileForward
-from hf_cp.parallel.collectives import Transfer, start_hop
-from hf_cp.parallel.ranges import named_range
+from hf_cp.distributed.collectives import Transfer, start_hop
+from hf_cp.distributed.ranges import named_range
 from hf_cp.sequence.plan import renumber_keys
 
 KV_TAG, GRAD_TAG = 0, 1

@@ -19,9 +19,9 @@ from math import lcm
 
 import torch
 
-from hf_cp.attention.once import Once, make_now
-from hf_cp.parallel.collectives import BlockTransfer, finish_all_to_all, start_all_to_all
-from hf_cp.parallel.mesh import ContextParallelMesh
+from hf_cp.attention.recompute import Once, make_now
+from hf_cp.distributed.collectives import BlockTransfer, finish_all_to_all, start_all_to_all
+from hf_cp.distributed.mesh import ContextParallelMesh
 
 HeadsAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 

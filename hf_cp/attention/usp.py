@@ -10,15 +10,15 @@ from functools import partial
 
 import torch
 
+from hf_cp.attention.allgather import Gather
 from hf_cp.attention.engine import Call, ShardAttention
 from hf_cp.attention.exchange import Exchange
-from hf_cp.attention.gather import Gather
 from hf_cp.attention.kernels import Kernel, choose_kernel
-from hf_cp.attention.once import Once, make_now
+from hf_cp.attention.recompute import Once, make_now
 from hf_cp.attention.ring import Ring
 from hf_cp.attention.ulysses import attend_by_heads
 from hf_cp.config import check_heads
-from hf_cp.parallel.mesh import ContextParallelMesh
+from hf_cp.distributed.mesh import ContextParallelMesh
 from hf_cp.sequence.engine import choose_engine
 from hf_cp.sequence.layout import SequenceLayout
 from hf_cp.sequence.plan import AttentionPlan, attention_plan

@@ -26,7 +26,7 @@ import torch
 
 from hf_cp.config import IGNORE_INDEX, ContextParallelConfig
 from hf_cp.data.documents import OVERFLOWS, Document, PreparedDocuments, prepare_documents
-from hf_cp.parallel.mesh import ContextParallelMesh
+from hf_cp.distributed.mesh import ContextParallelMesh
 from hf_cp.sequence.layout import SequenceLayout
 from hf_cp.sequence.packing import DocumentCounts
 

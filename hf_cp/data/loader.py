@@ -2,7 +2,7 @@
 
 In micro-step s of an epoch, the group with `dp_rank` d works on row `order[s * dp_size + d]`, where (seed, epoch) give
 the `order` (hf_cp/data/order.py). All ranks compute it alone; before a batch is handed out they compare
-(hf_cp/parallel/status.py). With 5 rows and dp_size 2, without shuffling:
+(hf_cp/distributed/status.py). With 5 rows and dp_size 2, without shuffling:
 
 | micro-step | dp 0 | dp 1 |
 |---|---|---|
@@ -30,8 +30,8 @@ from hf_cp.data.collator import DataCollatorForContextParallel
 from hf_cp.data.order import MASKED_ROW, RowOrder, attention_areas
 from hf_cp.data.packed import PackedDataset
 from hf_cp.data.position import LoaderPosition
-from hf_cp.parallel.mesh import ContextParallelMesh
-from hf_cp.parallel.status import exchange_status
+from hf_cp.distributed.mesh import ContextParallelMesh
+from hf_cp.distributed.status import exchange_status
 
 logger = logging.getLogger(__name__)
 

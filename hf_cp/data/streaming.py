@@ -27,7 +27,7 @@ from hf_cp.data.documents import Document, PreparedDocuments, none_left
 from hf_cp.data.loader import RowOutcome, agreed_batch, plain_error
 from hf_cp.data.order import check_rows_per_step, even_out
 from hf_cp.data.position import LoaderPosition
-from hf_cp.parallel.mesh import ContextParallelMesh
+from hf_cp.distributed.mesh import ContextParallelMesh
 from hf_cp.sequence.packing import DocumentCounts, pack_documents
 
 logger = logging.getLogger(__name__)

@@ -6,9 +6,9 @@ import logging
 
 import torch
 
-from hf_cp.parallel.collectives import gather_ints_over_cp
-from hf_cp.parallel.mesh import ContextParallelMesh
-from hf_cp.parallel.status import exchange_status
+from hf_cp.distributed.collectives import gather_ints_over_cp
+from hf_cp.distributed.mesh import ContextParallelMesh
+from hf_cp.distributed.status import exchange_status
 from hf_cp.sequence.layout import SequenceLayout
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
-from hf_cp.attention.once import Once, Tensors, make_now
+from hf_cp.attention.recompute import Once, Tensors, make_now
 
 
 class KeptAttention:

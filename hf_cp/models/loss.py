@@ -19,9 +19,9 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_cp.attention.merge import accumulator_dtype
 from hf_cp.config import IGNORE_INDEX
+from hf_cp.distributed.collectives import sum_over_cp
+from hf_cp.distributed.mesh import ContextParallelMesh
 from hf_cp.models.chunk_gradients import Forward, summed_over_chunks
-from hf_cp.parallel.collectives import sum_over_cp
-from hf_cp.parallel.mesh import ContextParallelMesh
 
 
 @torch.compiler.disable  # the number of chunks changes from row to row

@@ -21,8 +21,8 @@ from torch import nn
 
 from hf_cp.attention.merge import accumulator_dtype
 from hf_cp.config import IGNORE_INDEX
-from hf_cp.parallel.collectives import sum_over_cp
-from hf_cp.parallel.mesh import ContextParallelMesh
+from hf_cp.distributed.collectives import sum_over_cp
+from hf_cp.distributed.mesh import ContextParallelMesh
 from hf_cp.sequence.layout import SequenceLayout
 
 

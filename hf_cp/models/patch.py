@@ -24,18 +24,18 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_cp.attention.kernels import choose_kernel
-from hf_cp.attention.once import make_now
+from hf_cp.attention.recompute import make_now
 from hf_cp.attention.usp import choose_engine, context_parallel_attention
 from hf_cp.config import ContextParallelConfig
+from hf_cp.distributed.mesh import ContextParallelMesh
 from hf_cp.models.batch import check_batch
 from hf_cp.models.checkpointing import KeptAttention, kept_attention
-from hf_cp.models.checks import check_model
 from hf_cp.models.loss import reduce_losses, token_losses
 from hf_cp.models.methods import rebound
+from hf_cp.models.mlp import check_mlps, tile_mlps, untile_mlps
 from hf_cp.models.moe import add_balance_loss, balance_loss, is_mixture, token_loss_only, uses_balance_loss
 from hf_cp.models.rope import frequencies_of_the_row, rotaries_by_length
-from hf_cp.models.tiled_mlp import check_mlps, tile_mlps, untile_mlps
-from hf_cp.parallel.mesh import ContextParallelMesh
+from hf_cp.models.supported import check_model
 from hf_cp.sequence.layout import SequenceLayout
 from hf_cp.sequence.plan import attention_plan
 
@@ -81,7 +81,7 @@ class ContextParallelState:
 
 
 def apply_context_parallel(model: nn.Module, config_or_mesh: ContextParallelConfig | ContextParallelMesh) -> nn.Module:
-    """Makes a causal LM of one of the families in `hf_cp.models.checks` context-parallel, in place.
+    """Makes a causal LM of one of the families in `hf_cp.models.supported` context-parallel, in place.
 
     Works before or after `peft.get_peft_model`. The patched model takes batches of
     [`DataCollatorForContextParallel`]; `model(**batch).loss` is exact (see [`reduce_losses`]), `logits` is `None` when

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_cp.parallel.collectives import gather_ints_over_cp
-from hf_cp.parallel.mesh import ContextParallelMesh
+from hf_cp.distributed.collectives import gather_ints_over_cp
+from hf_cp.distributed.mesh import ContextParallelMesh
 from hf_cp.sequence.layout import SequenceLayout
 
 FIXED = ("default", "linear", "llama3", "yarn")  # frequencies are a function of the config alone

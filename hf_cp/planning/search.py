@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_cp.config import ContextParallelConfig, divisors, sensible_ulysses_degrees
+from hf_cp.planning.attention_memory import attention_memory
 from hf_cp.planning.devices import GIB, Device, find_device
 from hf_cp.planning.memory import Memory, Training, run_memory
 from hf_cp.planning.model_shape import ModelShape
 from hf_cp.planning.rows import Rows
 from hf_cp.planning.step_time import Cluster, RowCost, StepTime
 from hf_cp.sequence.engine import choose_engine
-from hf_cp.sequence.memory import attention_memory
 from hf_cp.sequence.plan import attention_plan
 
 TIE = 0.05  # relative difference of estimates that is no difference

@@ -18,15 +18,15 @@ from types import ModuleType
 import hf_cp
 
 COMMANDS = {
-    "bench": "bench",
-    "doctor": "doctor",
+    "bench": "bench.command",
+    "doctor": "doctor.command",
     "env": "env",
     "pack": "pack",
     "plan": "plan",
     "recipes": "recipes",
-    "report": "run_report",
+    "report": "report",
     "universal": "universal",
-    "verify": "verify_command",
+    "verify": "verify",
 }
 
 
@@ -61,5 +61,5 @@ def _module(name: str) -> ModuleType:
 
 def _summary(name: str) -> str:
     """What the first line of the module says, read without importing it."""
-    source = (Path(__file__).parent / f"{COMMANDS[name]}.py").read_text(encoding="utf-8")
+    source = (Path(__file__).parent / f"{COMMANDS[name].replace('.', '/')}.py").read_text(encoding="utf-8")
     return (ast.get_docstring(ast.parse(source)) or "").splitlines()[0].partition(": ")[2]

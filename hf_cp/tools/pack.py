@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_cp.config import LAYOUTS, ContextParallelConfig
+from hf_cp.output import OK, Table, Verdict, print_json, print_usage_error, progress
 from hf_cp.tools.options import add_context_parallel_arguments, config_from_arguments
-from hf_cp.tools.output import OK, Table, Verdict, print_json, print_usage_error, progress
 
 if TYPE_CHECKING:
     from hf_cp.data.packed import PackedDataset
+    from hf_cp.planning.packing_preview import Bin, LayoutPreview, ModelAttention, ReplicaBalance
     from hf_cp.sequence.packing import PackingManifest
-    from hf_cp.tools.pack_preview import Bin, LayoutPreview, ModelAttention, ReplicaBalance
 
 __all__ = ["PackPreview", "add_arguments", "make_preview", "run"]
 
@@ -110,7 +110,7 @@ def make_preview(args: argparse.Namespace) -> tuple[PackPreview, ContextParallel
     Raises:
         ValueError, OSError: the documents cannot be read, or not be packed as asked; or the degrees do not fit.
     """
-    from hf_cp.tools.pack_preview import length_histogram, preview_layout, replica_balance, sample_rows
+    from hf_cp.planning.packing_preview import length_histogram, preview_layout, replica_balance, sample_rows
 
     for name in ("max_tokens", "dp", "accumulation", "rows"):
         if getattr(args, name) < 1:
@@ -158,7 +158,7 @@ def degrees(args: argparse.Namespace) -> ContextParallelConfig:
 
 def model_attention(args: argparse.Namespace, config: ContextParallelConfig) -> ModelAttention:
     """Sizes and windows of the model's attention; without a model, one layer of full attention without sizes."""
-    from hf_cp.tools.pack_preview import ModelAttention
+    from hf_cp.planning.packing_preview import ModelAttention
 
     if args.model is None:
         return ModelAttention()
@@ -181,8 +181,8 @@ def model_attention(args: argparse.Namespace, config: ContextParallelConfig) -> 
 def read_packed(args: argparse.Namespace, config: ContextParallelConfig) -> PackedDataset:
     """The rows, by the collator's rules."""
     from hf_cp.data.collator import DataCollatorForContextParallel
+    from hf_cp.data.files import documents_of_lengths, load_features
     from hf_cp.data.packed import PackedDataset
-    from hf_cp.tools.features import documents_of_lengths, load_features
     from hf_cp.tools.plan import read_lengths
 
     tokenizer = None

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hf_cp.planning.packing_preview import LayoutPreview
     from hf_cp.tools.pack import PackPreview
-    from hf_cp.tools.pack_preview import LayoutPreview
 
 __all__ = ["draw_preview", "plot_preview"]
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from hf_cp.output import OK, PROBLEM, Table, Verdict, print_json, print_usage_error, progress
 from hf_cp.planning.devices import GIB, Device
 from hf_cp.planning.memory import CHECKPOINTING, Training
 from hf_cp.planning.search import MEMORY_SHARE, SPARE, TIE, Candidate, Plan, plan_context_parallel
-from hf_cp.tools.output import OK, PROBLEM, Table, Verdict, print_json, print_usage_error, progress
 
 __all__ = ["add_arguments", "plan_context_parallel", "run"]
 
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
 def write(args: argparse.Namespace, plan: Plan) -> int:
     """The recipe of the first choice, into `args.write`."""
-    from hf_cp.tools.recipe_writer import write_planned
+    from hf_cp.recipes.writer import write_planned
     from hf_cp.tools.recipes import training_script
 
     try:

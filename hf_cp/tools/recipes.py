@@ -13,9 +13,9 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
-from hf_cp.tools.output import OK, Table, Verdict, print_json, print_usage_error
-from hf_cp.tools.recipe_readme import shell_word
-from hf_cp.tools.recipe_writer import README, write_files
+from hf_cp.output import OK, Table, Verdict, print_json, print_usage_error
+from hf_cp.recipes.readme import shell_word
+from hf_cp.recipes.writer import README, write_files
 
 MARK = Path("recipes") / "quickstart-cpu" / "train.yaml"  # tells our folder from another one of that name
 SCRIPT = "finetune.py"

@@ -10,7 +10,7 @@ import argparse
 import contextlib
 import sys
 
-from hf_cp.tools.output import OK, Table, Verdict, print_json, print_usage_error
+from hf_cp.output import OK, Table, Verdict, print_json, print_usage_error
 from hf_cp.training.universal import make_universal
 
 

@@ -1,159 +1,239 @@
-"""The proof that a split run computes what one process computes, on the user's own model and documents.
+"""`hf-cp verify`: does the split run compute what one process computes, on your model and data?
 
-One packed row is trained on from the same parameters, with plain SGD, by the untouched Hugging Face model in one
-process, by our code in one process and by the group (`verify_runs`). Logits of every token, the loss, the number of
-targets and every gradient of every trainable parameter are compared; after `steps` steps every update and every loss.
-A token of a document is exchanged, to see that no other document notices. What fails is diagnosed.
+    torchrun --nproc_per_node 4 -m hf_cp verify --model DIR --data FILE.jsonl --ring-degree 2 --ulysses-degree 2
 
-A trainable parameter that is all zeros is filled with seeded random numbers first: with LoRA's ordinary B = 0 every
-gradient of A is zero, and comparing zeros proves nothing. Dropout is off meanwhile. The parameters, gradients and
-modes that the model came with are put back exactly. All processes get the same report: that of the process that is
-farthest off.
+`accelerate launch` with a recipe's accelerate.yaml does as well; on CPU too, if that is a DeepSpeed one. Exit status
+of every process: 0 if all comparisons pass, 1 if one fails, 2 if the settings do not fit (a launcher turns both into
+its own). Invariant: rank 0 alone prints, and an error of one process ends all of them.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import argparse
+import atexit
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
 
-import torch
+from hf_cp.output import (
+    OK,
+    PROBLEM,
+    Table,
+    Verdict,
+    is_main_process,
+    print_json,
+    print_usage_error,
+    progress,
+)
+from hf_cp.tools.options import add_context_parallel_arguments, config_from_arguments
 
-from hf_cp.models.patch import context_parallel_state
-from hf_cp.parallel.reduce import gather_over_world
-from hf_cp.tools.verify_diagnosis import diagnose
-from hf_cp.tools.verify_errors import Worst
-from hf_cp.tools.verify_evidence import evidence
-from hf_cp.tools.verify_measure import EXACT, Measured, Settings
-from hf_cp.tools.verify_report import Check, VerifyReport, worst_of_all_processes
-from hf_cp.tools.verify_runs import LOW_PRECISION, Row, prepared
+if TYPE_CHECKING:
+    from hf_cp.distributed.mesh import ContextParallelMesh
+    from hf_cp.verify.baseline import Baseline, Recipe
 
-__all__ = ["VerifyReport", "verify_context_parallel"]
+DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
-def verify_context_parallel(
-    model: torch.nn.Module,
-    documents: Sequence[Mapping[str, Sequence[int]]],
-    *,
-    steps: int = 3,
-    learning_rate: float = 0.01,
-    seed: int = 0,
-    loss_tolerance: float = 1e-5,
-    gradient_tolerance: float = 1e-4,
-    progress: Callable[[str], None] | None = None,
-) -> VerifyReport:
-    """Compares one process on a whole packed row with the group on its shares; every process must call it.
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `hf-cp verify`."""
+    parser.add_argument("--model", required=True, help="model folder, or a config.json for random weights")
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--data", metavar="FILE", help="JSONL with input_ids, text, prompt/completion or messages")
+    source.add_argument("--random-lengths", metavar="N,N,...", type=_lengths, help="random documents instead")
+    source.add_argument("--baseline", metavar="FILE", help="replay a baseline: its documents, type, layers and seed")
+    parser.add_argument("--max-tokens", type=_positive, default=4096, help="tokens taken from --data (default: 4096)")
+    parser.add_argument("--layers", type=_positive, help="keep only the first layers of the model")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: float32)")
+    parser.add_argument("--lora", type=_positive, metavar="R", help="train adapters of this rank on all linear layers")
+    parser.add_argument("--steps", type=_positive, help="optimizer steps to compare (default: 3)")
+    parser.add_argument("--seed", type=int, help="of random weights, documents and adapters (default: 0)")
+    parser.add_argument("--save-baseline", metavar="FILE", help="keep the numbers of one process (start only one)")
+    parser.add_argument("--json", metavar="PATH", help='write the report as JSON; "-" is standard output')
+    parser.add_argument("--output", metavar="FILE", help="write the report with a time stamp, for hf-cp doctor")
+    add_context_parallel_arguments(parser)
 
-    Args:
-        model (`torch.nn.Module`): patched with [`apply_context_parallel`], with or without adapters, not yet wrapped
-            by DeepSpeed, FSDP or DDP; equal on all processes. It is put back as it came.
-        documents (sequence of mappings): `input_ids` and, if not all tokens are targets, unshifted `labels` (-100
-            where there is no target). All documents together are the row, which one process must be able to hold.
-        steps (`int`): SGD steps; the first one gives the gradients.
-        learning_rate (`float`): of the SGD steps.
-        seed (`int`): of the random numbers that replace all-zero trainable parameters.
-        loss_tolerance (`float`): allowed relative difference of a loss.
-        gradient_tolerance (`float`): allowed relative difference of logits, of a gradient, of an update and of the
-            gradient norm; a tenth of it for the drift of the updates. Both tolerances are for fp32 and fp64. If a
-            weight is bf16 or fp16, the group may be twice as far from fp32 as the untouched model is.
-        progress (callable, *optional*): told in a line what is computed next.
 
-    Raises:
-        ValueError: the model is not patched, is wrapped or has nothing to train; the documents hold no target.
-        RuntimeError: the processes do not hold the same parameters.
-    """
-    if context_parallel_state(model) is None:
-        raise ValueError(
-            f"The comparison needs a patched model, but {type(model).__name__} is not context-parallel.\n"
-            "  Call apply_context_parallel(model, config) first; with cp_size 1 use a config with force=True."
+def run(args: argparse.Namespace) -> int:
+    """Compares and prints; returns the exit status. Every process of a launch must call it."""
+    import torch
+    from accelerate import PartialState
+
+    from hf_cp.distributed.mesh import ContextParallelMesh
+
+    try:
+        state = PartialState(cpu=not torch.cuda.is_available())  # joins the launched processes
+        atexit.register(state.destroy_process_group)
+        mesh = ContextParallelMesh(config_from_arguments(args))
+        return _run(args, mesh)
+    except _Refused as error:
+        return print_usage_error(error)
+    except (ValueError, OSError, ImportError) as error:
+        return print_usage_error(error)
+
+
+class _Refused(RuntimeError):
+    """Some process could not make its model or its documents."""
+
+
+def _run(args: argparse.Namespace, mesh: ContextParallelMesh) -> int:
+    _check(args, mesh)
+    from hf_cp.distributed.status import exchange_status
+    from hf_cp.verify.fingerprint import documents_digest
+
+    subject, error = None, None
+    try:
+        subject = _Subject(args, mesh)
+    except (ValueError, OSError, ImportError, RuntimeError) as found:
+        error = found
+    digest = 0 if subject is None else int(documents_digest(subject.documents)[:15], 16)
+    try:
+        exchange_status("model and documents", mesh=mesh, error=error, digest=digest, scope="world")
+    except RuntimeError as found:
+        raise _Refused(str(found)) from found
+    if args.save_baseline:
+        return _save(args, subject)
+    return _replay(args, subject, mesh) if args.baseline else _verify(args, subject, mesh)
+
+
+class _Subject:
+    """Model, tokenizer and documents, as the options or the baseline say."""
+
+    def __init__(self, args: argparse.Namespace, mesh: ContextParallelMesh):
+        from hf_cp.models.patch import base_causal_lm
+        from hf_cp.verify.baseline import Baseline
+        from hf_cp.verify.inputs import load_tokenizer, make_model, random_documents, read_documents
+
+        self.baseline: Baseline | None = Baseline.load(args.baseline) if args.baseline else None
+        self.recipe: Recipe = _recipe(args, self.baseline)
+        progress(f"Loading {args.model} in {self.recipe.dtype}")
+        _quiet()
+        self.tokenizer = load_tokenizer(args.model)
+        self.model = make_model(args.model, self.recipe, _device(mesh))
+        if self.baseline is not None:
+            self.documents = self.baseline.documents
+        elif args.data:
+            self.documents, what = read_documents(args.data, tokenizer=self.tokenizer, max_tokens=args.max_tokens)
+            progress(what)
+        else:
+            vocab_size = base_causal_lm(self.model).config.vocab_size
+            self.documents = random_documents(args.random_lengths, vocab_size=vocab_size, seed=self.recipe.seed)
+
+
+def _verify(args: argparse.Namespace, subject: _Subject, mesh: ContextParallelMesh) -> int:
+    from hf_cp.models.patch import apply_context_parallel
+    from hf_cp.verify import verify_context_parallel
+    from hf_cp.verify.fingerprint import Fingerprint
+
+    model, recipe = apply_context_parallel(subject.model, mesh), subject.recipe
+    try:
+        report = verify_context_parallel(
+            model, subject.documents, steps=recipe.steps, seed=recipe.seed, progress=progress
         )
-    settings = Settings(steps, learning_rate, loss_tolerance, gradient_tolerance)
-    row = Row.of(model, documents)
-    with prepared(model, row.parameters, seed):
-        measured = Measured.of(row, settings, progress or (lambda text: None))
-        report = build_report(row, measured, settings)
-        failed = sum(not everywhere[0] for everywhere in gather_over_world([float(report.passed)], mesh=row.mesh))
-        if failed:  # on any process: all take part in what follows
-            cause, diagnosis = diagnose(evidence(row, measured))
-            if not report.passed:
-                report = dataclasses.replace(report, cause=cause, diagnosis=diagnosis)
-    return worst_of_all_processes(report, row.mesh)
+    except RuntimeError as error:  # on every process alike: they do not hold the same model
+        Verdict(PROBLEM, str(error)).print()
+        return PROBLEM
+    content = {"report": report, "passed": report.passed, "recipe": recipe}
+    if args.json or args.output:
+        content["fingerprint"] = Fingerprint.of(model, subject.documents, tokenizer=subject.tokenizer)
+    return _finish(args, [report.comparison()], report.verdict, content)
 
 
-def build_report(row: Row, measured: Measured, settings: Settings) -> VerifyReport:
-    """The numbers of this process and its checks, without a diagnosis."""
-    m = measured
-    return VerifyReport(
-        cp_size=row.mesh.cp_size,
-        ring_degree=row.mesh.ring_size,
-        ulysses_degree=row.mesh.ulysses_size,
-        world_size=row.mesh.world_size,
-        dtype=str(row.dtype).removeprefix("torch."),
-        document_lengths=row.layout.doc_lengths,
-        num_parameters=len(row.parameters),
-        num_targets_cp1=row.num_targets,
-        num_targets_cpN=m.num_targets,
-        loss_cp1=m.reference.losses[0],
-        loss_cpN=m.group.losses[0],
-        grad_norm_cp1=m.reference.grad_norm,
-        grad_norm_cpN=m.group.grad_norm,
-        worst_gradient_relative_error=m.gradient.error,
-        worst_gradient_name=m.gradient.name,
-        step_losses_cp1=m.reference.losses,
-        step_losses_cpN=m.group.losses,
-        loss_drift=m.errors.loss_drift,
-        worst_update_relative_error=m.update.error,
-        worst_update_name=m.update.name,
-        update_drift=m.errors.update_drift,
-        checks=(*_checks(row, m, settings), *_own_code_checks(row, m, settings)),
+def _save(args: argparse.Namespace, subject: _Subject) -> int:
+    from hf_cp.verify.baseline import make_baseline
+
+    baseline = make_baseline(
+        subject.model, subject.documents, subject.recipe, created=_now(), tokenizer=subject.tokenizer
     )
+    baseline.save(args.save_baseline)
+    rows = [(f"loss, step {number}", f"{loss:.7f}") for number, loss in enumerate(baseline.numbers.losses, 1)]
+    rows += [("gradient norm", f"{baseline.numbers.grad_norm:.7f}"), ("targets", f"{baseline.numbers.num_targets:,}")]
+    table = Table("The untouched model in 1 process", ("", "value"), rows)
+    verdict = Verdict(OK, f"baseline of {len(baseline.numbers.gradients)} gradients saved in {args.save_baseline}.")
+    return _finish(args, [table], verdict, {"baseline": args.save_baseline, "numbers": dict(rows), "passed": True})
 
 
-def _checks(row: Row, m: Measured, settings: Settings) -> list[Check]:
-    """The group against the untouched model."""
-    first, second = row.num_targets, m.num_targets
-    pairs = zip(m.reference.losses, m.group.losses, m.errors.losses, strict=True)
-    norms = (m.reference.grad_norm, m.group.grad_norm)
-    leaked = sum(leak.others + leak.past for leak in m.leaks)
-    blind = sum(not leak.reached for leak in m.leaks)
-    steps = f"{settings.steps} step{'s' if settings.steps > 1 else ''}"
-    checks = [
-        Check("targets", f"{first:,}", f"{second:,}", float(abs(first - second)), 0.0),
-        Check("logits of every token", "", "", _largest(m.tokens.logits), m.allowed.logits),
-    ]
-    for number, (cp1, cpn, error) in enumerate(pairs, 1):
-        checks.append(Check(f"loss, step {number}", f"{cp1:.7f}", f"{cpn:.7f}", error, m.allowed.loss))
-    return [
-        *checks,
-        Check("gradient norm", *(f"{norm:.7f}" for norm in norms), m.errors.grad_norm, m.allowed.grad_norm),
-        Check(f"worst of {len(row.parameters)} gradients", "", "", m.gradient.error, m.gradient.allowed),
-        Check(f"worst update after {steps}", "", "", m.update.error, m.update.allowed),
-        Check("drift of all updates", "", f"{m.errors.update_drift:+.1e}", abs(m.errors.update_drift),
-              m.allowed.update_drift),
-        Check(f"processes apart after {steps}", "", "", m.distance_apart, 0.0),
-        Check("tokens that see what they must not", "0", str(leaked), float(leaked), 0.0),
-        Check("probes that see nothing", "0", str(blind), float(blind), 0.0),
-    ]  # fmt: skip
+def _replay(args: argparse.Namespace, subject: _Subject, mesh: ContextParallelMesh) -> int:
+    from hf_cp.models.patch import apply_context_parallel
+    from hf_cp.verify.baseline import replay_baseline
+
+    model = apply_context_parallel(subject.model, mesh)
+    report = replay_baseline(model, subject.baseline, tokenizer=subject.tokenizer)
+    return _finish(args, report.tables(), report.verdict, {"report": report, "passed": report.passed})
 
 
-def _own_code_checks(row: Row, m: Measured, settings: Settings) -> list[Check]:
-    """Our code in one process: against the untouched model, and against the group (without the same loss cast)."""
-    gradient = Worst.of(m.alone_errors.gradients, m.allowed.gradients)
-    checks = [
-        Check("our code in 1 process: logits", "", "", _largest(m.alone_tokens.logits), m.allowed.logits),
-        Check("our code in 1 process: gradients", "", "", gradient.error, gradient.allowed),
-    ]
-    if row.dtype in LOW_PRECISION:
-        return checks
-    tolerances = (settings.loss_tolerance, settings.gradient_tolerance)
-    loss_tolerance, gradient_tolerance = (EXACT, EXACT) if row.dtype == torch.float64 else tolerances
-    split = Worst.of(m.split_errors.gradients, dict.fromkeys(row.parameters, 1.0))
-    return [
-        *checks,
-        Check("our code, split: loss", "", "", m.split_errors.losses[0], loss_tolerance),
-        Check("our code, split: gradients", "", "", split.error, gradient_tolerance),
-    ]
+def _finish(args: argparse.Namespace, tables: list[Table], verdict: Verdict, content: dict[str, Any]) -> int:
+    """Prints and writes; with `--json -` standard output is JSON alone."""
+    content = {"command": "verify", "created": _now(), "model": args.model, "verdict": str(verdict)} | content
+    if args.json != "-":
+        for table in tables:
+            table.print()
+        verdict.print()
+    for path in (args.json, args.output):
+        if path:
+            print_json(content, path)
+    return verdict.status
 
 
-def _largest(errors: torch.Tensor) -> float:
-    """The largest error; NaN stays NaN."""
-    return float(errors.max())
+def _check(args: argparse.Namespace, mesh: ContextParallelMesh) -> None:
+    """Raises ValueError where options do not fit each other; asks no other process."""
+    if not (args.data or args.random_lengths or args.baseline):
+        raise ValueError("there are no documents. Give --data FILE.jsonl, --random-lengths 300,200,77 or --baseline.")
+    if args.save_baseline:
+        if mesh.world_size > 1 or mesh.config.enabled:
+            raise ValueError(
+                f"a baseline is what one process computes with the untouched model, but {mesh.world_size} processes "
+                f"run with {mesh.config}.\n  Start one process, without degrees and without --force."
+            )
+        if args.baseline:
+            raise ValueError("--save-baseline and --baseline exclude each other. Save first, replay later.")
+    elif not args.baseline and not mesh.config.enabled:
+        raise ValueError(
+            f"nothing is split: cp_size is 1 ({mesh.world_size} processes).\n"
+            "  Set --ring-degree or --ulysses-degree, or --force to compare our kernels in one process."
+        )
+
+
+def _recipe(args: argparse.Namespace, baseline: Baseline | None) -> Recipe:
+    """The options; with a baseline its own, which options may repeat but not contradict."""
+    from hf_cp.verify.baseline import Recipe
+
+    names = ("dtype", "layers", "lora", "seed", "steps")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if baseline is None:
+        return Recipe(**{"dtype": "float32"} | given)
+    wrong = [f"--{name} {value}" for name, value in given.items() if value != getattr(baseline.recipe, name)]
+    if wrong:
+        raise ValueError(
+            f"{', '.join(wrong)} contradicts the baseline, which was made with {baseline.recipe}.\n"
+            "  Leave these options out, or save another baseline with them."
+        )
+    return baseline.recipe
+
+
+def _quiet() -> None:
+    """No progress bars of loading; what it has to warn of comes from rank 0 only."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    if not is_main_process():
+        logging.set_verbosity_error()
+
+
+def _device(mesh: ContextParallelMesh) -> Any:
+    import torch
+
+    return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else torch.device("cpu")
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive integer")
+    return value
+
+
+def _lengths(text: str) -> list[int]:
+    return [_positive(part) for part in text.split(",")]

@@ -23,8 +23,8 @@ from transformers import (
 from hf_cp.config import IGNORE_INDEX, ContextParallelConfig
 from hf_cp.data.collator import DataCollatorForContextParallel
 from hf_cp.data.documents import PreparedDocuments
+from hf_cp.distributed.mesh import ContextParallelMesh
 from hf_cp.models.patch import apply_context_parallel, context_parallel_state, remove_context_parallel
-from hf_cp.parallel.mesh import ContextParallelMesh
 from hf_cp.training.sft import check_trainer_class
 from hf_cp.training.trainer import ContextParallelTrainerMixin
 

@@ -24,9 +24,9 @@ from torch import nn
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from hf_cp.distributed.mesh import ContextParallelMesh
+from hf_cp.distributed.reduce import gather_over_world
 from hf_cp.models.moe import is_mixture
-from hf_cp.parallel.mesh import ContextParallelMesh
-from hf_cp.parallel.reduce import gather_over_world
 from hf_cp.planning.devices import device_of_gpu
 from hf_cp.planning.model_shape import ModelShape, layer_windows
 from hf_cp.training.meter import StepMeter, StepRecord

@@ -27,8 +27,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from hf_cp.data.position import LoaderPosition
-from hf_cp.parallel.mesh import ContextParallelMesh
-from hf_cp.parallel.status import exchange_status
+from hf_cp.distributed.mesh import ContextParallelMesh
+from hf_cp.distributed.status import exchange_status
 from hf_cp.training.universal import is_universal
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from torch import nn
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, denumpify_detensorize
 
 from hf_cp.config import IGNORE_INDEX
-from hf_cp.parallel.reduce import sum_over_world
+from hf_cp.distributed.reduce import sum_over_world
 from hf_cp.training.prediction import MAX_BYTES, Predictions, evaluate_row, make_eval_prediction
 from hf_cp.training.sft import is_sft
 

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from hf_cp.config import IGNORE_INDEX, ContextParallelConfig
-from hf_cp.parallel.clock import Clock, Mark, Point, Wait, seconds_between
-from hf_cp.parallel.mesh import ContextParallelMesh
-from hf_cp.parallel.peak import peak_memory_bytes
+from hf_cp.distributed.clock import Clock, Mark, Point, Wait, seconds_between
+from hf_cp.distributed.mesh import ContextParallelMesh
+from hf_cp.distributed.peak import peak_memory_bytes
 from hf_cp.sequence.layout import SequenceLayout
 from hf_cp.sequence.plan import attention_plan
 

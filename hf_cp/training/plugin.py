@@ -42,8 +42,8 @@ from hf_cp.config import IGNORE_INDEX, ContextParallelConfig
 from hf_cp.data.collator import DataCollatorForContextParallel
 from hf_cp.data.loader import ContextParallelDataLoader
 from hf_cp.data.streaming import BUFFER_DOCUMENTS, StreamDataLoader, is_stream
-from hf_cp.parallel.mesh import ContextParallelMesh
-from hf_cp.parallel.reduce import sum_over_world
+from hf_cp.distributed.mesh import ContextParallelMesh
+from hf_cp.distributed.reduce import sum_over_world
 from hf_cp.training.checkpoint import CheckpointRecord, check_states, harmless_differences
 from hf_cp.training.checks import (
     check_data_loading,

@@ -29,11 +29,11 @@ from transformers import EvalPrediction
 
 from hf_cp.config import IGNORE_INDEX, ContextParallelConfig
 from hf_cp.data.loader import ContextParallelDataLoader
+from hf_cp.distributed.mesh import ContextParallelMesh
+from hf_cp.distributed.rows import gather_rows
+from hf_cp.distributed.status import exchange_status
 from hf_cp.models.loss import token_losses
 from hf_cp.models.moe import token_loss_only
-from hf_cp.parallel.mesh import ContextParallelMesh
-from hf_cp.parallel.rows import gather_rows
-from hf_cp.parallel.status import exchange_status
 from hf_cp.sequence.layout import SequenceLayout
 from hf_cp.sequence.packing import PackingManifest
 

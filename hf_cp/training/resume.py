@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 
 from hf_cp.data.loader import ContextParallelDataLoader
 from hf_cp.data.streaming import StreamDataLoader
-from hf_cp.parallel.mesh import ContextParallelMesh
+from hf_cp.distributed.mesh import ContextParallelMesh
 from hf_cp.training.checkpoint import (
     CheckpointRecord,
     Found,

@@ -9,7 +9,7 @@ from transformers import TrainingArguments
 from hf_cp.data.collator import DataCollatorForContextParallel
 from hf_cp.data.loader import ContextParallelDataLoader
 from hf_cp.data.streaming import StreamDataLoader, is_stream
-from hf_cp.parallel.mesh import ContextParallelMesh
+from hf_cp.distributed.mesh import ContextParallelMesh
 from hf_cp.training.refusals import check_datasets
 
 

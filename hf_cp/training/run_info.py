@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from hf_cp.data.collator import DataCollatorForContextParallel
+from hf_cp.distributed.mesh import ContextParallelMesh
 from hf_cp.models.patch import context_parallel_state
-from hf_cp.parallel.mesh import ContextParallelMesh
 
 WHOLE_ROWS = "none"  # the layout of a run that splits nothing
 

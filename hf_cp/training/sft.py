@@ -18,13 +18,13 @@ from typing import Any
 from accelerate.logging import get_logger
 from transformers import Trainer
 
-from hf_cp.models.checks import check_model
 from hf_cp.models.patch import (
     apply_context_parallel,
     base_causal_lm,
     context_parallel_state,
     remove_context_parallel,
 )
+from hf_cp.models.supported import check_model
 
 logger = get_logger(__name__)
 

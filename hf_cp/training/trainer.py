@@ -28,9 +28,9 @@ from hf_cp.config import ContextParallelConfig
 from hf_cp.data.collator import DataCollatorForContextParallel
 from hf_cp.data.loader import ContextParallelDataLoader
 from hf_cp.data.streaming import BUFFER_DOCUMENTS, StreamDataLoader
+from hf_cp.distributed.mesh import ContextParallelMesh
+from hf_cp.distributed.reduce import sum_over_world
 from hf_cp.models.patch import context_parallel_state
-from hf_cp.parallel.mesh import ContextParallelMesh
-from hf_cp.parallel.reduce import sum_over_world
 from hf_cp.training.checks import check_launch, check_parallelism_config, is_fsdp_launched
 from hf_cp.training.evaluation import EvaluationMixin
 from hf_cp.training.precision import reduce_fsdp_in_fp32

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from hf_cp.attention.usp import context_parallel_attention
 from hf_cp.config import ContextParallelConfig
-from hf_cp.parallel.mesh import ContextParallelMesh
+from hf_cp.distributed.mesh import ContextParallelMesh
 from hf_cp.sequence.layout import SequenceLayout
 from tests.attention.reference import Attention, random_row, reference_attention, relative_error
 

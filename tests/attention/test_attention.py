@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hf_cp.attention.usp import context_parallel_attention
 from hf_cp.config import ContextParallelConfig
-from hf_cp.parallel.mesh import ContextParallelMesh
+from hf_cp.distributed.mesh import ContextParallelMesh
 from hf_cp.sequence.layout import SequenceLayout
 from tests.attention.cases import LAYOUTS, RING_COMMS, Case, Meshes, errors, gather_shards, run_attention
 from tests.attention.reference import Attention, random_row, reference_attention, relative_error, rms_error, visible

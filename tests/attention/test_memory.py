@@ -16,13 +16,13 @@ from hf_cp.attention import usp
 from hf_cp.attention.kernels import TensorKind, TileGroup
 from hf_cp.attention.usp import context_parallel_attention
 from hf_cp.config import ContextParallelConfig
-from hf_cp.parallel.collectives import BlockTransfer, Transfer
-from hf_cp.parallel.mesh import ContextParallelMesh
+from hf_cp.distributed.collectives import BlockTransfer, Transfer
+from hf_cp.distributed.mesh import ContextParallelMesh
+from hf_cp.planning.attention_memory import AttentionMemory, PassMemory, attention_memory
 from hf_cp.sequence.costs import AttentionShape
 from hf_cp.sequence.layout import SequenceLayout
-from hf_cp.sequence.memory import AttentionMemory, PassMemory, attention_memory
 from hf_cp.sequence.plan import AttentionPlan
-from hf_cp.tools.live_bytes import LiveBytes
+from hf_cp.tools.bench.live_bytes import LiveBytes
 from tests.attention.cases import Case, Meshes
 from tests.attention.reference import random_row
 

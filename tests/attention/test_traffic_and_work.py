@@ -15,9 +15,9 @@ import torch.distributed as dist
 from hf_cp.attention.kernels import CpuFlashKernel, EagerKernel
 from hf_cp.attention.usp import context_parallel_attention
 from hf_cp.config import ContextParallelConfig
-from hf_cp.parallel.collectives import BlockTransfer, Transfer
-from hf_cp.parallel.mesh import ContextParallelMesh
-from hf_cp.parallel.traffic import Traffic
+from hf_cp.distributed.collectives import BlockTransfer, Transfer
+from hf_cp.distributed.mesh import ContextParallelMesh
+from hf_cp.distributed.traffic import Traffic
 from hf_cp.sequence.costs import AttentionShape, attention_flops, ring_bytes, ulysses_bytes
 from hf_cp.sequence.layout import SequenceLayout
 from hf_cp.sequence.plan import AttentionPlan

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hf_cp.config import ContextParallelConfig
 from hf_cp.data.collator import DataCollatorForContextParallel, PackedRow
 from hf_cp.data.documents import to_documents
-from hf_cp.parallel.mesh import ContextParallelMesh
+from hf_cp.distributed.mesh import ContextParallelMesh
 
 LAYOUTS = ("zigzag", "contiguous", "striped")
 TENSORS = ("input_ids", "position_ids", "labels", "shift_labels")

@@ -16,7 +16,7 @@ from hf_cp.config import ContextParallelConfig
 from hf_cp.data.collator import DataCollatorForContextParallel
 from hf_cp.data.loader import ContextParallelDataLoader, RowSampler
 from hf_cp.data.packed import PackedDataset
-from hf_cp.parallel.mesh import ContextParallelMesh
+from hf_cp.distributed.mesh import ContextParallelMesh
 from hf_cp.sequence.packing import PackingManifest
 from tests.data.orders import make_order
 

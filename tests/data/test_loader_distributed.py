@@ -12,8 +12,8 @@ import torch.distributed as dist
 from hf_cp.config import ContextParallelConfig
 from hf_cp.data.collator import DataCollatorForContextParallel, PackedRow
 from hf_cp.data.loader import ContextParallelDataLoader
-from hf_cp.parallel.mesh import ContextParallelMesh
-from hf_cp.parallel.status import exchange_status
+from hf_cp.distributed.mesh import ContextParallelMesh
+from hf_cp.distributed.status import exchange_status
 
 CP2 = ContextParallelConfig(ring_degree=2)
 # Packed into rows of at most 8: 8 full rows, some with several documents.

@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 from hf_cp.config import ContextParallelConfig
 from hf_cp.data.collator import DataCollatorForContextParallel
 from hf_cp.data.loader import ContextParallelDataLoader
-from hf_cp.parallel.mesh import ContextParallelMesh
+from hf_cp.distributed.mesh import ContextParallelMesh
 
 FEATURES = [[i] * 6 for i in range(1, 9)]  # 8 rows of one document
 

@@ -17,7 +17,7 @@ from hf_cp.config import ContextParallelConfig
 from hf_cp.data.collator import DataCollatorForContextParallel
 from hf_cp.data.documents import Document
 from hf_cp.data.streaming import StreamDataLoader, StreamRows, StreamSettings, _digest, is_stream
-from hf_cp.parallel.mesh import ContextParallelMesh
+from hf_cp.distributed.mesh import ContextParallelMesh
 
 CP1, CP2 = ContextParallelConfig(force=True), ContextParallelConfig(ring_degree=2)
 LENGTHS = np.random.default_rng(0).integers(1, 9, 50).tolist()

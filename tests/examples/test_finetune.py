@@ -10,7 +10,7 @@ import torch
 
 from hf_cp.config import ContextParallelConfig
 from hf_cp.data.documents import to_documents
-from hf_cp.tools.evaluate import DocumentLosses
+from hf_cp.recipes.held_out import DocumentLosses
 from tests.examples.launch import load
 from tests.training.tiny import REF, make_documents, make_model, make_trainer
 

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from hf_cp.models.chunk_gradients import summed_over_chunks
 from hf_cp.models.loss import token_losses
-from hf_cp.models.tiled_mlp import in_chunks
+from hf_cp.models.mlp import in_chunks
 
 TOKENS, HIDDEN, VOCAB = 512, 16, 48
 

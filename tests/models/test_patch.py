@@ -19,8 +19,8 @@ from hf_cp import (
     context_parallel_disabled,
     remove_context_parallel,
 )
+from hf_cp.distributed.mesh import ContextParallelMesh
 from hf_cp.models.patch import ATTENTION_NAME, context_parallel_state
-from hf_cp.parallel.mesh import ContextParallelMesh
 from hf_cp.sequence.layout import SequenceLayout
 from tests.attention.cases import gather_shards
 from tests.attention.reference import relative_error

@@ -17,9 +17,9 @@ from hf_cp import (
     apply_context_parallel,
     context_parallel_disabled,
 )
+from hf_cp.distributed.mesh import ContextParallelMesh
 from hf_cp.models.patch import context_parallel_state
 from hf_cp.models.rope import frequencies_of_the_row, rope_types, rotaries_by_length
-from hf_cp.parallel.mesh import ContextParallelMesh
 from hf_cp.sequence.layout import SequenceLayout
 from tests.attention.cases import gather_shards
 from tests.attention.reference import relative_error

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_cp import ContextParallelConfig, apply_context_parallel, context_parallel_disabled, remove_context_parallel
+from hf_cp.models.mlp import in_chunks
 from hf_cp.models.patch import context_parallel_state
-from hf_cp.models.tiled_mlp import in_chunks
 from hf_cp.sequence.layout import SequenceLayout
 from tests.attention.reference import relative_error
 from tests.models.tiny import Row, tiny_model

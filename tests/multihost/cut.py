@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from hf_cp.config import ContextParallelConfig
-from hf_cp.parallel.collectives import sum_over_cp
-from hf_cp.parallel.faults import CommunicationError
-from hf_cp.parallel.mesh import ContextParallelMesh
+from hf_cp.distributed.collectives import sum_over_cp
+from hf_cp.distributed.faults import CommunicationError
+from hf_cp.distributed.mesh import ContextParallelMesh
 
 LIMIT = 5.0  # seconds
 

@@ -19,6 +19,7 @@ from hf_cp import (
     SequenceLayout,
     apply_context_parallel,
 )
+from hf_cp.planning.attention_memory import attention_memory
 from hf_cp.planning.memory import (
     Training,
     layer_bytes,
@@ -30,7 +31,6 @@ from hf_cp.planning.memory import (
 )
 from hf_cp.planning.model_shape import ModelShape
 from hf_cp.sequence.costs import AttentionShape
-from hf_cp.sequence.memory import attention_memory
 
 CP = ContextParallelConfig(force=True, loss_chunk_tokens=128)
 TOKENS = 512

@@ -9,10 +9,10 @@ import re
 import numpy as np
 import pytest
 
+from hf_cp.output import OK, PROBLEM
 from hf_cp.planning.search import Plan
 from hf_cp.tools import plan as command
 from hf_cp.tools.cli import main
-from hf_cp.tools.output import OK, PROBLEM
 
 SMALL = ["smollm2-135m", "--seq-len", "8192"]
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import yaml
 
-from hf_cp.tools import doctor
-from hf_cp.tools.doctor_checks import Result, examine
-from hf_cp.tools.doctor_subject import Subject, as_one_process
+from hf_cp.tools.doctor import command as doctor
+from hf_cp.tools.doctor.check import Result, examine
+from hf_cp.tools.doctor.subject import Subject, as_one_process
 from tests.models.tiny import tiny_model
 
 LENGTHS = (70, 20, 9, 100, 41, 33, 8, 64)

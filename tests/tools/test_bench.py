@@ -19,18 +19,18 @@ import torch.distributed as dist
 from benchmarks import plan_vs_bench
 from hf_cp.attention.usp import context_parallel_attention
 from hf_cp.config import ContextParallelConfig
-from hf_cp.parallel.mesh import ContextParallelMesh
-from hf_cp.parallel.wire import Wire, local_copies
+from hf_cp.distributed.mesh import ContextParallelMesh
+from hf_cp.distributed.wire import Wire, local_copies
 from hf_cp.planning.devices import find_device
 from hf_cp.planning.step_time import Cluster
 from hf_cp.sequence.costs import AttentionShape, ring_bytes, ulysses_bytes
 from hf_cp.sequence.layout import SequenceLayout
 from hf_cp.sequence.plan import AttentionPlan
-from hf_cp.tools import bench_measure
-from hf_cp.tools.bench_calibration import Point, fit
-from hf_cp.tools.bench_cases import Case, Heads, Setting, heads_of, make_cases, methods, packed_row
-from hf_cp.tools.bench_measure import Meshes, Spread, measure
-from hf_cp.tools.bench_prices import Priced, compare, estimate, price_all
+from hf_cp.tools.bench import measure as bench_measure
+from hf_cp.tools.bench.calibration import Point, fit
+from hf_cp.tools.bench.cases import Case, Heads, Setting, heads_of, make_cases, methods, packed_row
+from hf_cp.tools.bench.measure import Meshes, Spread, measure
+from hf_cp.tools.bench.prices import Priced, compare, estimate, price_all
 from hf_cp.tools.cli import main
 from tests.attention.reference import random_row
 

@@ -17,11 +17,11 @@ import yaml
 
 from hf_cp.config import ContextParallelConfig
 from hf_cp.data import collator as collator_module
+from hf_cp.planning.model_names import HUB_NAMES
 from hf_cp.tools.cli import main
-from hf_cp.tools.doctor_checks import Check, Result, examine, judge, warn
-from hf_cp.tools.doctor_checks_settings import SCRIPT_KEYS
-from hf_cp.tools.doctor_subject import Subject, as_one_process
-from hf_cp.tools.model_names import HUB_NAMES
+from hf_cp.tools.doctor.check import Check, Result, examine, judge, warn
+from hf_cp.tools.doctor.settings import SCRIPT_KEYS
+from hf_cp.tools.doctor.subject import Subject, as_one_process
 from hf_cp.tools.plan import known_models
 from hf_cp.training.checkpoint import CheckpointRecord, installed_versions
 from hf_cp.training.zero import GATHER_WEIGHTS
@@ -296,7 +296,7 @@ def test_checkpoints(model, tmp_path):
     assert "complete" in found(good).detail
 
     subject = Subject(parse("--recipe", recipe))
-    from hf_cp.tools.doctor_checks_data import _position
+    from hf_cp.tools.doctor.data import _position
 
     with as_one_process():
         position = _position(subject)

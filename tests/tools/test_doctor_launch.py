@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 
 from hf_cp.config import ContextParallelConfig
-from hf_cp.parallel import collectives, probes
-from hf_cp.parallel.mesh import ContextParallelMesh
-from hf_cp.parallel.reduce import sum_over_world
-from hf_cp.tools import doctor_checks_launch as launch
-from hf_cp.tools.doctor_checks import Check, Result, examine, ok
+from hf_cp.distributed import collectives
+from hf_cp.distributed.mesh import ContextParallelMesh
+from hf_cp.distributed.reduce import sum_over_world
+from hf_cp.tools.doctor import launched as launch
+from hf_cp.tools.doctor import probes
+from hf_cp.tools.doctor.check import Check, Result, examine, ok
 
 pytestmark = pytest.mark.distributed
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import pytest
 
-from hf_cp.tools import output
-from hf_cp.tools.output import OK, PROBLEM, USAGE, Table, Verdict, print_json, print_usage_error, progress
+from hf_cp import output
+from hf_cp.output import OK, PROBLEM, USAGE, Table, Verdict, print_json, print_usage_error, progress
 
 TABLE = Table("Memory", ("what", "GiB", ""), (("weights", "7.5", "ok"), ("logits [1]", "19.61", "FAILED")))
 

@@ -12,16 +12,11 @@ import pytest
 
 from hf_cp.config import ContextParallelConfig
 from hf_cp.data.collator import DataCollatorForContextParallel
+from hf_cp.data.files import documents_of_lengths
 from hf_cp.data.loader import ContextParallelDataLoader
 from hf_cp.data.packed import PackedDataset
-from hf_cp.parallel.mesh import ContextParallelMesh
-from hf_cp.sequence.costs import AttentionShape
-from hf_cp.sequence.layout import SequenceLayout
-from hf_cp.tools import pack
-from hf_cp.tools.cli import main
-from hf_cp.tools.features import documents_of_lengths
-from hf_cp.tools.pack_plot import draw_preview
-from hf_cp.tools.pack_preview import (
+from hf_cp.distributed.mesh import ContextParallelMesh
+from hf_cp.planning.packing_preview import (
     EngineTraffic,
     ModelAttention,
     length_histogram,
@@ -29,6 +24,11 @@ from hf_cp.tools.pack_preview import (
     replica_balance,
     sample_rows,
 )
+from hf_cp.sequence.costs import AttentionShape
+from hf_cp.sequence.layout import SequenceLayout
+from hf_cp.tools import pack
+from hf_cp.tools.cli import main
+from hf_cp.tools.pack_plot import draw_preview
 
 ROWS = [(40, 3, 17), (60,), (9, 8, 7, 6, 5, 20), (20, 20, 20)]
 

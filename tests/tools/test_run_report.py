@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from hf_cp.tools.cli import main
-from hf_cp.tools.run_figure import PARTS, most_uneven_step, over_mean
-from hf_cp.tools.run_report import RunReport, make_report
+from hf_cp.tools.report import RunReport, make_report
+from hf_cp.tools.report_figure import PARTS, most_uneven_step, over_mean
 from hf_cp.training.meter import StepRecord
 from hf_cp.training.record_files import RecordWriter, RunRecords
 from hf_cp.training.run_info import RunInfo

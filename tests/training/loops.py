@@ -10,8 +10,8 @@ from accelerate import Accelerator
 from torch import nn
 
 from hf_cp.config import ContextParallelConfig
+from hf_cp.distributed.reduce import sum_over_world
 from hf_cp.models.patch import apply_context_parallel
-from hf_cp.parallel.reduce import sum_over_world
 from hf_cp.training import ContextParallelPlugin
 from tests.training.tiny import Record, make_model
 

@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader
 
 from hf_cp.config import ContextParallelConfig
 from hf_cp.data import DataCollatorForContextParallel
+from hf_cp.distributed.reduce import sum_over_world
 from hf_cp.models.patch import apply_context_parallel
-from hf_cp.parallel.reduce import sum_over_world
 from hf_cp.training import ContextParallelPlugin
 from tests.training.tiny import REF, STOCK, make_documents, make_model, make_trainer, relative
 

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import cross_entropy
 
 from hf_cp.config import ContextParallelConfig
+from hf_cp.distributed.reduce import sum_over_world
 from hf_cp.models.patch import apply_context_parallel
-from hf_cp.parallel.reduce import sum_over_world
 from hf_cp.training import ContextParallelPlugin
 from hf_cp.training.precision import reduce_fsdp_in_fp32
 from tests.training.fixed_loss import LOSS_2, LOSS_4, make_document, make_fixed_loss_model

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from hf_cp.config import ContextParallelConfig
 from hf_cp.data import DataCollatorForContextParallel
+from hf_cp.distributed.mesh import ContextParallelMesh
 from hf_cp.models.patch import apply_context_parallel, remove_context_parallel
-from hf_cp.parallel.mesh import ContextParallelMesh
 from tests.training.tiny import (
     REF,
     STOCK,

@@ -17,8 +17,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_cp.config import ContextParallelConfig
 from hf_cp.data import DataCollatorForContextParallel
+from hf_cp.distributed.reduce import sum_over_world
 from hf_cp.models.patch import apply_context_parallel
-from hf_cp.parallel.reduce import sum_over_world
 from hf_cp.training import ContextParallelTrainer
 from tests.models.tiny import VOCAB_SIZE, tiny_model
 
