@@ -124,7 +124,7 @@ class DeepSpeedUlysses(Accelerated):
         from accelerate.utils import DeepSpeedPlugin, DeepSpeedSequenceParallelConfig
         from deepspeed import init_distributed
 
-        from hf_cp.training.zero import make_zero_config
+        from hf_cp.training.deepspeed import make_zero_config
 
         init_distributed("gloo", verbose=False)
         handler = DeepSpeedSequenceParallelConfig(sp_attn_implementation="sdpa", sp_seq_length_is_variable=True)

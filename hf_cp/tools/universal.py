@@ -11,7 +11,7 @@ import contextlib
 import sys
 
 from hf_cp.output import OK, Table, Verdict, print_json, print_usage_error
-from hf_cp.training.universal import make_universal
+from hf_cp.training.deepspeed import make_universal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

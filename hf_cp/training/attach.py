@@ -25,7 +25,7 @@ from hf_cp.data.collator import DataCollatorForContextParallel
 from hf_cp.data.documents import PreparedDocuments
 from hf_cp.distributed.mesh import ContextParallelMesh
 from hf_cp.models.patch import apply_context_parallel, context_parallel_state, remove_context_parallel
-from hf_cp.training.sft import check_trainer_class
+from hf_cp.training.checks import TrainerClass, refuse
 from hf_cp.training.trainer import ContextParallelTrainerMixin
 
 # What the mixin does itself, so that a user's version would not be asked; and the loss, whose exactness on a shard
@@ -75,7 +75,7 @@ def attach_context_parallel(
     config = config_or_mesh.config if isinstance(config_or_mesh, ContextParallelMesh) else config_or_mesh
     if data_collator is None and not config.enabled and not _is_ours(trainer.data_collator):
         return trainer
-    check_trainer_class(type(trainer), cp_size=config.cp_size)
+    refuse(TrainerClass(type(trainer), config.cp_size))
     collator = data_collator or _collator_like(trainer, config)
     before, was_patched = dict(vars(trainer)), context_parallel_state(trainer.model) is not None
     trainer_class, keeps_columns = type(trainer), trainer.args.remove_unused_columns

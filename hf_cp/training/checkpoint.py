@@ -29,7 +29,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 from hf_cp.data.position import LoaderPosition
 from hf_cp.distributed.mesh import ContextParallelMesh
 from hf_cp.distributed.status import exchange_status
-from hf_cp.training.universal import is_universal
+from hf_cp.training.deepspeed import is_universal
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.logging import get_logger
-from accelerate.utils import DeepSpeedPlugin, DistributedType, InitProcessGroupKwargs
+from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_cp.config import IGNORE_INDEX, ContextParallelConfig
@@ -44,16 +43,10 @@ from hf_cp.data.loader import ContextParallelDataLoader
 from hf_cp.data.streaming import BUFFER_DOCUMENTS, StreamDataLoader, is_stream
 from hf_cp.distributed.mesh import ContextParallelMesh
 from hf_cp.distributed.reduce import sum_over_world
+from hf_cp.training.backend import check_and_complete
 from hf_cp.training.checkpoint import CheckpointRecord, check_states, harmless_differences
-from hf_cp.training.checks import (
-    check_data_loading,
-    check_launch,
-    check_own_loader,
-    check_parallelism_config,
-    is_fsdp_launched,
-)
-from hf_cp.training.precision import check_comm_hook, check_gradient_precision, reduce_fsdp_in_fp32
-from hf_cp.training.zero import check_batch_sizes, check_precision, complete_zero_config, make_zero_config
+from hf_cp.training.checks import GradientSums, Launch, OtherParallelism, PreparedLoader, is_asked_for, refuse
+from hf_cp.training.deepspeed import make_zero_config
 
 logger = get_logger(__name__)
 
@@ -107,12 +100,12 @@ class ContextParallelPlugin:
                 to be split or dispatched, or the DeepSpeed config contradicts the run.
             RuntimeError: fewer processes run than were launched, or DeepSpeed or FSDP is silently off.
         """
-        check_parallelism_config(kwargs.get("parallelism_config"))
+        refuse(OtherParallelism.of(kwargs.get("parallelism_config")))
         # DeepSpeed and FSDP may be asked for by argument or, through `accelerate launch`, by environment
         wants_deepspeed = (
             kwargs.get("deepspeed_plugin") is not None
             or kwargs.get("deepspeed_plugins") is not None
-            or os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+            or is_asked_for("DEEPSPEED")
         )
         if not torch.accelerator.is_available():
             # Without a GPU accelerate joins the launched processes only with cpu=True, which switches DeepSpeed off.
@@ -120,22 +113,14 @@ class ContextParallelPlugin:
             handlers = [h for h in kwargs.get("kwargs_handlers") or () if isinstance(h, InitProcessGroupKwargs)]
             PartialState(cpu=True, **(handlers[0].to_kwargs() if handlers else {}))
         accelerator = _Accelerator(**{"step_scheduler_with_optimizer": False, **kwargs})
-        check_parallelism_config(accelerator.parallelism_config)
-        check_data_loading(accelerator)
-        check_launch(
+        launch = Launch.of(
             accelerator,
             cp_size=self.config.cp_size,
-            deepspeed_requested=wants_deepspeed,
-            fsdp_requested=kwargs.get("fsdp_plugin") is not None or is_fsdp_launched(),
-            mixed_precision=kwargs.get("mixed_precision"),
+            wants_deepspeed=wants_deepspeed,
+            wants_fsdp=kwargs.get("fsdp_plugin") is not None or is_asked_for("FSDP"),
+            wants_mixed_precision=kwargs.get("mixed_precision"),
         )
-        check_comm_hook(accelerator, cp_size=self.config.cp_size)
-        if accelerator.distributed_type == DistributedType.DEEPSPEED:
-            self._check_deepspeed(accelerator)
-        if accelerator.distributed_type == DistributedType.FSDP:
-            changed = reduce_fsdp_in_fp32(accelerator.state.fsdp_plugin)
-            if changed:
-                logger.info(f"FSDP mixed precision policy changed: {', '.join(changed)}.")
+        check_and_complete(accelerator, launch)
         self._accelerator = accelerator
         self._mesh = ContextParallelMesh(self.config, device_type=accelerator.device.type)
         accelerator.register_save_state_pre_hook(self._save_record)
@@ -269,7 +254,7 @@ class ContextParallelPlugin:
         """
         accelerator = self._ready()
         if self._checked_model is not model:
-            check_gradient_precision(model, accelerator, cp_size=self.mesh.cp_size)
+            refuse(GradientSums.of_accelerator(accelerator, model, cp_size=self.mesh.cp_size))
             self._checked_model = model
         # DDP decides in the forward whether this backward will communicate; only the last one of a window has to.
         is_quiet = isinstance(model, DistributedDataParallel) and not accelerator.sync_gradients
@@ -287,20 +272,6 @@ class ContextParallelPlugin:
                 key: value.to(accelerator.device, non_blocking=True) if isinstance(value, torch.Tensor) else value
                 for key, value in batch.items()
             }
-
-    def _check_deepspeed(self, accelerator: Accelerator) -> None:
-        """The config may come from a file of `accelerate launch`: complete it and hold it against the run."""
-        plugin = accelerator.state.deepspeed_plugin
-        added = complete_zero_config(plugin.deepspeed_config, micro_batch_size=1, gradient_clipping=0.0)
-        if added:
-            logger.info(f"DeepSpeed config completed with {', '.join(added)}.")
-        check_precision(plugin.deepspeed_config, mixed_precision=accelerator.mixed_precision)
-        check_batch_sizes(
-            plugin.deepspeed_config,
-            micro_batch_size=1,
-            gradient_accumulation_steps=accelerator.gradient_accumulation_steps,
-            world_size=accelerator.num_processes,
-        )
 
     # Checkpoints: what `save_state` adds to them, and what `load_state` checks
 
@@ -348,5 +319,5 @@ class _Accelerator(Accelerator):
         super().load_state(input_dir, *args, **kwargs)
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
-        check_own_loader(data_loader)
+        refuse(PreparedLoader(data_loader))
         return super().prepare_data_loader(data_loader, *args, **kwargs)

@@ -24,7 +24,7 @@ from hf_cp.training.checkpoint import (
     find_on_all_ranks,
     harmless_differences,
 )
-from hf_cp.training.universal import repair_optimizer
+from hf_cp.training.deepspeed import repair_optimizer
 
 logger = get_logger(__name__)
 

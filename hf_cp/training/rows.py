@@ -10,7 +10,7 @@ from hf_cp.data.collator import DataCollatorForContextParallel
 from hf_cp.data.loader import ContextParallelDataLoader
 from hf_cp.data.streaming import StreamDataLoader, is_stream
 from hf_cp.distributed.mesh import ContextParallelMesh
-from hf_cp.training.refusals import check_datasets
+from hf_cp.training.checks import Documents, refuse
 
 
 def make_train_loader(
@@ -26,7 +26,7 @@ def make_train_loader(
     Raises:
         ValueError: the data set cannot be read, or a stream is asked for what needs all documents.
     """
-    check_datasets(dataset, args=args)
+    refuse(Documents(dataset, args))
     settings = {
         "collator": collator,
         "mesh": mesh,

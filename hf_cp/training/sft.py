@@ -40,23 +40,6 @@ def is_sft(trainer_class: type) -> bool:
     return found is not None and found.__name__ == "SFTTrainer"
 
 
-def check_trainer_class(trainer_class: type, *, cp_size: int) -> None:
-    """Refuses trainers whose loss is not a sum over the tokens of documents.
-
-    Raises:
-        ValueError: it is a trainer of TRL for preference pairs, rewards, rollouts or distillation.
-    """
-    found = trl_class(trainer_class)
-    if found is None or is_sft(trainer_class):
-        return
-    raise ValueError(
-        f"{trainer_class.__name__} is TRL's {found.__name__}, which does not run on packed or shared rows "
-        f"(cp_size={cp_size}): it compares or scores whole sequences, and a rank holds only parts of them.\n"
-        "  Supported are transformers.Trainer and trl.SFTTrainer. For preference pairs, rewards, rollouts and "
-        "distillation leave the model unpatched and the trainer its own collator."
-    )
-
-
 def joins_rows_itself(trainer_class: type, args: Any) -> bool:
     """Whether SFTTrainer takes no collator but its own, because it joins documents without padding.
 

@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from accelerate.logging import get_logger
 from torch import nn
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
@@ -31,23 +30,25 @@ from hf_cp.data.streaming import BUFFER_DOCUMENTS, StreamDataLoader
 from hf_cp.distributed.mesh import ContextParallelMesh
 from hf_cp.distributed.reduce import sum_over_world
 from hf_cp.models.patch import context_parallel_state
-from hf_cp.training.checks import check_launch, check_parallelism_config, is_fsdp_launched
+from hf_cp.training.backend import check_and_complete
+from hf_cp.training.checks import (
+    Arguments,
+    DataLoading,
+    Documents,
+    GradientSums,
+    Launch,
+    OtherParallelism,
+    Pairing,
+    TrainerClass,
+    is_asked_for,
+    refuse,
+)
+from hf_cp.training.deepspeed import keep_grad_norm
 from hf_cp.training.evaluation import EvaluationMixin
-from hf_cp.training.precision import reduce_fsdp_in_fp32
-from hf_cp.training.refusals import check_datasets, check_gradient_sums, check_request
 from hf_cp.training.resume import CheckpointsMixin
 from hf_cp.training.rows import make_train_loader
 from hf_cp.training.sft import complete_sft, exact_token_count, is_sft, joins_rows_itself
 from hf_cp.training.telemetry import TelemetryMixin
-from hf_cp.training.zero import (
-    check_batch_sizes,
-    check_precision,
-    check_saved_weights,
-    complete_zero_config,
-    keep_grad_norm,
-)
-
-logger = get_logger(__name__)
 
 
 class ContextParallelTrainerMixin(EvaluationMixin, CheckpointsMixin, TelemetryMixin):
@@ -95,9 +96,7 @@ class ContextParallelTrainerMixin(EvaluationMixin, CheckpointsMixin, TelemetryMi
 
     def _begin_rows(self, *, model: Any, args: TrainingArguments | None, data_collator: Any, others: dict) -> None:
         """Checks what the Trainer is given, and notes how rows are split."""
-        self._own_rows = check_request(
-            trainer_class=type(self), model=model, args=args, data_collator=data_collator, others=others
-        )
+        self._own_rows = _check_request(type(self), model, args, data_collator, others)
         state = context_parallel_state(model) if isinstance(model, nn.Module) else None
         self._cp_config = data_collator.config if self._own_rows else ContextParallelConfig()
         self._cp_mesh = None if state is None else state.mesh
@@ -110,7 +109,7 @@ class ContextParallelTrainerMixin(EvaluationMixin, CheckpointsMixin, TelemetryMi
         self.args.remove_unused_columns = False
         if self._own_rows and is_sft(type(self)):
             complete_sft(self, max_tokens=data_collator.max_tokens)
-            check_gradient_sums(self.model, self.args, self._cp_config)
+            refuse(GradientSums.of_arguments(self.args, self.model, cp_size=self._cp_config.cp_size))
         if context_parallel_state(self.model) is not None:
             self.label_smoother = None  # it shifts labels by one slot of a shard; the patched model smooths itself
         if self._own_rows:
@@ -130,33 +129,20 @@ class ContextParallelTrainerMixin(EvaluationMixin, CheckpointsMixin, TelemetryMi
             self._check_accelerator()
 
     def _check_accelerator(self) -> None:
-        check_parallelism_config(self.accelerator.parallelism_config)
-        check_launch(
+        args = self.args
+        launch = Launch.of(
             self.accelerator,
             cp_size=self._cp_config.cp_size,
-            deepspeed_requested=self.args.deepspeed_plugin is not None,
-            fsdp_requested=self.args.fsdp_plugin_args is not None or is_fsdp_launched(),
+            wants_deepspeed=args.deepspeed_plugin is not None,
+            wants_fsdp=args.fsdp_plugin_args is not None or is_asked_for("FSDP"),
         )
-        if self.is_deepspeed_enabled:
-            self._check_deepspeed()
-        if self.is_fsdp_enabled:
-            changed = reduce_fsdp_in_fp32(self.accelerator.state.fsdp_plugin)
-            if changed:
-                logger.info(f"FSDP mixed precision policy changed: {', '.join(changed)}.")
-
-    def _check_deepspeed(self) -> None:
-        config, args = self.accelerator.state.deepspeed_plugin.deepspeed_config, self.args
-        micro = args.per_device_train_batch_size
-        added = complete_zero_config(config, micro_batch_size=micro, gradient_clipping=args.max_grad_norm)
-        if added:
-            logger.info(f"DeepSpeed config completed with {', '.join(added)}.")
-        check_precision(config, mixed_precision=self.accelerator.mixed_precision)
-        check_saved_weights(config, is_adapter=hasattr(self.model, "get_base_model"))
-        check_batch_sizes(
-            config,
-            micro_batch_size=micro,
+        check_and_complete(
+            self.accelerator,
+            launch,
+            micro_batch_size=args.per_device_train_batch_size,
             gradient_accumulation_steps=args.gradient_accumulation_steps,
-            world_size=self.accelerator.num_processes,
+            gradient_clipping=args.max_grad_norm,
+            must_gather=not hasattr(self.model, "get_base_model"),
         )
 
     # Rows
@@ -206,7 +192,7 @@ class ContextParallelTrainerMixin(EvaluationMixin, CheckpointsMixin, TelemetryMi
         return self._make_loader(test_dataset, features_per_row=self.args.eval_batch_size)
 
     def _make_loader(self, dataset: Dataset, *, features_per_row: int) -> ContextParallelDataLoader:
-        check_datasets(dataset)
+        refuse(*Documents.each(dataset))
         args, is_packed = self.args, self.data_collator.max_tokens is not None
         return ContextParallelDataLoader(
             dataset,
@@ -331,3 +317,35 @@ class ContextParallelTrainerMixin(EvaluationMixin, CheckpointsMixin, TelemetryMi
 
 class ContextParallelTrainer(ContextParallelTrainerMixin, Trainer):
     """[`transformers.Trainer`] with [`ContextParallelTrainerMixin`], for models of [`apply_context_parallel`]."""
+
+
+def _check_request(
+    trainer_class: type, model: Any, args: TrainingArguments | None, collator: Any, others: dict
+) -> bool:
+    """Raises unless what the Trainer is given fits together; returns whether the rows come from our loader.
+
+    That is so with context parallelism or packing; otherwise the stock Trainer runs.
+    """
+    state = context_parallel_state(model) if isinstance(model, nn.Module) else None
+    is_ours = isinstance(collator, DataCollatorForContextParallel)
+    if state is None and not is_ours:
+        return False
+    config = collator.config if is_ours else state.config
+    refuse(TrainerClass(trainer_class, config.cp_size))
+    if model is not None:  # model_init is refused below
+        refuse(Pairing(collator, None if state is None else state.config))
+    is_packed = collator.max_tokens is not None
+    if not config.enabled and not is_packed:
+        return False
+    args = args or TrainingArguments()
+    # with adapters to come, SFTTrainer freezes the model's weights; they are looked at after that
+    trained = model if others.get("peft_config") is None else None
+    refuse(
+        OtherParallelism.of(args.parallelism_config),
+        DataLoading.of(args.accelerator_config),
+        Arguments(args, is_packed, model, is_sft(trainer_class), others),
+        GradientSums.of_arguments(args, trained, cp_size=config.cp_size),
+        Documents(others.get("train_dataset"), args),
+        *Documents.each(others.get("eval_dataset")),
+    )
+    return True

@@ -25,7 +25,7 @@ from hf_cp.models.rope import set_rope_parameters
 from hf_cp.sequence.packing import PackingManifest
 from hf_cp.tools.cli import command_parser
 from hf_cp.tools.cli import main as hf_cp
-from hf_cp.training.zero import ZERO_STAGES, complete_zero_config
+from hf_cp.training.deepspeed import ZERO_STAGES, complete_zero_config
 from tests.examples.launch import ROOT, Finished, accelerate_launch, load
 from tests.examples.tiny_quickstart import write_quickstart
 

@@ -24,7 +24,7 @@ from hf_cp.tools.doctor.settings import SCRIPT_KEYS
 from hf_cp.tools.doctor.subject import Subject, as_one_process
 from hf_cp.tools.plan import known_models
 from hf_cp.training.checkpoint import CheckpointRecord, installed_versions
-from hf_cp.training.zero import GATHER_WEIGHTS
+from hf_cp.training.deepspeed import GATHER_WEIGHTS
 from tests.examples.launch import ROOT, load
 from tests.tools.recipe_files import check, parse, write_model, write_recipe
 

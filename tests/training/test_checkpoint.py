@@ -17,7 +17,7 @@ from hf_cp.models.patch import apply_context_parallel
 from hf_cp.tools.cli import main
 from hf_cp.training import ContextParallelPlugin
 from hf_cp.training.checkpoint import FILE_NAME, CheckpointRecord, check_states, harmless_differences
-from hf_cp.training.universal import make_universal
+from hf_cp.training.deepspeed import make_universal
 from tests.data.orders import make_order, position
 from tests.training.loops import make_optimizer
 from tests.training.tiny import REF, make_documents, make_model, make_trainer, relative

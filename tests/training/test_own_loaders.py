@@ -78,7 +78,7 @@ def test_batches_that_accelerate_deals_to_ranks_are_refused(world2):
     """With the plugin before training; in a bare loop, which it does not see, by the first forward pass."""
     for error in world2.run(prepare_own_loader, RING2, expect_error=True):
         assert error.type_name == "ValueError" and "every rank other batches of this DataLoader" in error.message
-        assert "cp_size=2 ranks of a row" in error.message and "plugin.data_loader" in error.message
+        assert "cp_size=2 ranks of a sample" in error.message and "plugin.data_loader" in error.message
     for error in world2.run(step_without_the_plugin, expect_error=True):
         assert error.type_name == "ValueError" and "hold different rows" in error.message
         assert "accelerator.prepare deals other batches" in error.message
@@ -90,6 +90,6 @@ def test_batches_that_accelerate_deals_to_ranks_are_refused(world2):
 def test_batches_that_accelerate_would_cut_are_refused(world2, name):
     for error in world2.run(set_up, **{name: True}, expect_error=True):
         assert error.type_name == "ValueError" and f"{name}=True" in error.message
-        assert "its own shard of a row" in error.message
-    with pytest.raises(ValueError, match=f"{name}=True.*its own shard of a row"):
+        assert "its own shard of a sample" in error.message
+    with pytest.raises(ValueError, match=f"{name}=True.*its own shard of a sample"):
         make_trainer(make_model(), REF, make_documents(LENGTHS), accelerator_config={name: True})

@@ -19,7 +19,7 @@ from hf_cp.config import ContextParallelConfig
 from hf_cp.distributed.reduce import sum_over_world
 from hf_cp.models.patch import apply_context_parallel
 from hf_cp.training import ContextParallelPlugin
-from hf_cp.training.precision import reduce_fsdp_in_fp32
+from hf_cp.training.backend import reduce_fsdp_in_fp32
 from tests.training.fixed_loss import LOSS_2, LOSS_4, make_document, make_fixed_loss_model
 from tests.training.loops import run_ddp_loop
 from tests.training.tiny import REF, STOCK, make_documents, make_model, relative

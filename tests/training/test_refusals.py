@@ -177,7 +177,7 @@ def train_16_bit_weights(config: ContextParallelConfig) -> None:
 def test_16_bit_trainable_weights_under_ddp(world2):
     """DDP would add up parts of one gradient in 16 bits; with whole rows on each rank they are no parts."""
     for error in world2.run(train_16_bit_weights, RING2, expect_error=True):
-        assert error.type_name == "ValueError" and "trainable parameters in 16 bits" in error.message
+        assert error.type_name == "ValueError" and "trainable parameters are in 16 bits" in error.message
         assert "cp_size=2" in error.message and "bf16=True" in error.message
     assert world2.run(train_16_bit_weights, STOCK) == [None, None]
 

@@ -177,7 +177,7 @@ def test_sixteen_bit_weights(world2):
     """Frozen weights may be in 16 bits; trainable ones may not be. SFTTrainer freezes them after the first checks."""
     assert world2.run(trained_types, True) == [{torch.float32}] * 2
     for error in world2.run(trained_types, False, expect_error=True):
-        assert "trainable parameters in 16 bits" in error.message
+        assert "trainable parameters are in 16 bits" in error.message
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 import torch
 
-from hf_cp.training.zero import ZERO_STAGES
+from hf_cp.training.deepspeed import ZERO_STAGES
 from tests.models.test_generate import generate
 from tests.training.fixed_loss import make_fixed_loss_model
 from tests.training.loops import run_ddp_loop

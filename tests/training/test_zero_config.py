@@ -6,13 +6,16 @@ import copy
 
 import pytest
 
-from hf_cp.training.zero import (
+from hf_cp.training.checks import ZeroRun, refuse
+from hf_cp.training.deepspeed import (
     GATHER_WEIGHTS,
-    check_batch_sizes,
-    check_saved_weights,
     complete_zero_config,
     make_zero_config,
 )
+
+
+def run_of(config: dict, *, must_gather: bool = True) -> ZeroRun:
+    return ZeroRun(config, 1, 2, world_size=4, mixed_precision="no", must_gather=must_gather)
 
 
 def test_zero_config():
@@ -29,11 +32,11 @@ def test_zero_3_saves_whole_weights():
     for given in ({}, {GATHER_WEIGHTS: "auto"}, {GATHER_WEIGHTS: True}):
         config = make_zero_config(3, gradient_clipping=0.0, config={"zero_optimization": given})
         assert config["zero_optimization"][GATHER_WEIGHTS] is True
-        check_saved_weights(config, is_adapter=False)
+        refuse(run_of(config))
     config = make_zero_config(3, gradient_clipping=0.0, config={"zero_optimization": {GATHER_WEIGHTS: False}})
-    check_saved_weights(config, is_adapter=True)
+    refuse(run_of(config, must_gather=False))
     with pytest.raises(ValueError, match=rf"(?s){GATHER_WEIGHTS}=False.*to true.*--zero3_save_16bit_model true"):
-        check_saved_weights(config, is_adapter=False)
+        refuse(run_of(config))
 
 
 def test_zero_config_from_file_is_not_changed(tmp_path):
@@ -66,15 +69,14 @@ def test_zero_config_refuses(stage, config, message):
 
 def test_batch_sizes():
     """W 4, GA 2: DeepSpeed's own number is 8; others are refused with both numbers."""
-    sizes = {"micro_batch_size": 1, "gradient_accumulation_steps": 2, "world_size": 4}
     config: dict = {}
     complete_zero_config(config, micro_batch_size=1, gradient_clipping=0.0)
-    check_batch_sizes(config, **sizes)
-    check_batch_sizes({"train_batch_size": 8, "gradient_accumulation_steps": 2}, **sizes)
+    refuse(run_of(config))
+    refuse(run_of({"train_batch_size": 8, "gradient_accumulation_steps": 2}))
     for key, given, expected in (
         ("train_batch_size", 4, 8),
         ("gradient_accumulation_steps", 1, 2),
         ("train_micro_batch_size_per_gpu", 2, 1),
     ):
         with pytest.raises(ValueError, match=rf"{key}={given}, but this run has {expected}"):
-            check_batch_sizes({key: given}, **sizes)
+            refuse(run_of({key: given}))

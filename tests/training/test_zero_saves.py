@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from hf_cp.training.zero import ZERO_STAGES
+from hf_cp.training.deepspeed import ZERO_STAGES
 from tests.models.test_generate import PROMPTS
 from tests.training.tiny import make_model, relative
 from tests.training.zero_resume import CASES, SHRUNK, STOP, STOP_AGAIN

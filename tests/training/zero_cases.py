@@ -24,7 +24,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from hf_cp.config import ContextParallelConfig
 from hf_cp.models.patch import context_parallel_disabled
 from hf_cp.training import ContextParallelPlugin
-from hf_cp.training.zero import GATHER_WEIGHTS
+from hf_cp.training.deepspeed import GATHER_WEIGHTS
 from tests.models.test_generate import PROMPTS, generate
 from tests.training.fixed_loss import LOSS_2, LOSS_4, make_document, make_fixed_loss_model
 from tests.training.loops import run_loop

@@ -14,7 +14,7 @@ from hf_cp.config import ContextParallelConfig
 from hf_cp.models.patch import apply_context_parallel
 from hf_cp.training import ContextParallelPlugin
 from hf_cp.training.checkpoint import CheckpointRecord
-from hf_cp.training.universal import make_universal
+from hf_cp.training.deepspeed import make_universal
 from tests.training.loops import make_optimizer
 from tests.training.tiny import REF, make_documents, make_model, make_trainer
 

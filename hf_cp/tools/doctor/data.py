@@ -128,7 +128,7 @@ def _check_resuming(subject: Subject, path: Path) -> Finding:
         find_checkpoint,
         harmless_differences,
     )
-    from hf_cp.training.universal import is_universal
+    from hf_cp.training.deepspeed import is_universal
 
     has_several = not (path / "trainer_state.json").exists() and any(path.glob("checkpoint-*"))
     folder = find_checkpoint(True if has_several else str(path), str(path))

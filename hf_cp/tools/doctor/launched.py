@@ -126,18 +126,20 @@ def check_backend(launched: Launched) -> Finding:
     """The backend and the ZeRO stage that the recipe asks for."""
     from accelerate.utils import DistributedType
 
-    from hf_cp.training.checks import check_launch
+    from hf_cp.training.checks import Launch, refuse
 
     subject, accelerator = launched.subject, launched.accelerator
     running = accelerator.distributed_type
     if subject.args.recipe is None:
         return ok(f"backend {running.value} (no recipe to compare with)")
     wanted = subject.accelerate.distributed_type.value
-    check_launch(
-        accelerator,
-        cp_size=subject.cp.cp_size,
-        deepspeed_requested=wanted == "DEEPSPEED",
-        fsdp_requested=wanted == "FSDP",
+    refuse(
+        Launch.of(
+            accelerator,
+            cp_size=subject.cp.cp_size,
+            wants_deepspeed=wanted == "DEEPSPEED",
+            wants_fsdp=wanted == "FSDP",
+        )
     )
     if running != DistributedType.DEEPSPEED:
         return ok(f"backend {running.value}")

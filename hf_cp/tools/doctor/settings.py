@@ -77,7 +77,8 @@ def check_parallelism(subject: Subject) -> Finding:
 
 def check_zero_config(subject: Subject) -> Finding:
     """Nothing about sequences, gradients summed in fp32, batch sizes of this run."""
-    from hf_cp.training.zero import check_batch_sizes, check_saved_weights, complete_zero_config
+    from hf_cp.training.checks import ZeroRun, refuse
+    from hf_cp.training.deepspeed import complete_zero_config
 
     config, args = copy.deepcopy(subject.deepspeed), subject.training
     clipping = config.get("gradient_clipping", "auto")
@@ -95,13 +96,8 @@ def check_zero_config(subject: Subject) -> Finding:
         )
     micro = args.per_device_train_batch_size
     complete_zero_config(config, micro_batch_size=micro, gradient_clipping=args.max_grad_norm)
-    check_batch_sizes(
-        config,
-        micro_batch_size=micro,
-        gradient_accumulation_steps=args.gradient_accumulation_steps,
-        world_size=subject.world_size,
-    )
-    check_saved_weights(config, is_adapter=bool(_train(subject).get("lora_r")))
+    steps, must_gather = args.gradient_accumulation_steps, not _train(subject).get("lora_r")
+    refuse(ZeroRun(config, micro, steps, subject.world_size, mixed_precision="no", must_gather=must_gather))
     return ok(
         f"ZeRO stage {stage}, communication_data_type {config['communication_data_type']}, no sequence parallelism"
     )
@@ -109,7 +105,7 @@ def check_zero_config(subject: Subject) -> Finding:
 
 def check_precision(subject: Subject) -> Finding:
     """Who says bf16, and whether they say the same."""
-    from hf_cp.training.zero import check_precision as check_zero_precision
+    from hf_cp.training.checks import ZeroRun, refuse
 
     args = subject.training
     chosen = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
@@ -122,7 +118,7 @@ def check_precision(subject: Subject) -> Finding:
                 "Leave mixed_precision out of accelerate.yaml.",
             )
         if subject.uses_deepspeed:
-            check_zero_precision(subject.deepspeed, mixed_precision=chosen)
+            refuse(ZeroRun({"zero_optimization": {"stage": subject.zero_stage}}, 1, 1, 1, chosen, must_gather=False))
             for name in ("bf16", "fp16"):
                 enabled = subject.deepspeed.get(name, {}).get("enabled", "auto")
                 if enabled not in ("auto", chosen == name):
@@ -135,7 +131,7 @@ def check_precision(subject: Subject) -> Finding:
 
 def check_gradient_sums(subject: Subject) -> Finding:
     """The ranks of a row hold parts of one gradient: they must be added up in fp32."""
-    from hf_cp.training.precision import sixteen_bit_weights
+    from hf_cp.training.checks import sixteen_bit_weights
 
     kind = subject.accelerate.distributed_type.value
     if kind == "DEEPSPEED":
@@ -221,23 +217,16 @@ SCRIPT_KEYS = frozenset(
 
 def check_arguments(subject: Subject) -> Finding:
     """What the Trainer's constructor would refuse, evaluation settings too."""
-    from hf_cp.training.refusals import check_request
-    from hf_cp.training.trainer import ContextParallelTrainer
+    from hf_cp.training.checks import Arguments, DataLoading, OtherParallelism, problems
 
-    try:
-        check_request(
-            trainer_class=ContextParallelTrainer,
-            model=None,
-            args=subject.training,
-            data_collator=subject.collator,
-            others={},
-        )
-    except ValueError as error:
-        lines = str(error).splitlines()
-        if not any(line.startswith("    ") for line in lines):
-            raise
-        reasons = [line.strip() for line in lines[1:] if not line.startswith("    ")]
-        return fail(" ".join(reasons), " ".join(line.strip() for line in lines if line.startswith("    ")))
+    args = subject.training
+    found = problems(
+        OtherParallelism.of(args.parallelism_config),
+        DataLoading.of(args.accelerator_config),
+        Arguments(args, is_packed=subject.collator.max_tokens is not None),
+    )
+    if found:
+        return fail(" ".join(problem.what for problem in found), " ".join(problem.fix for problem in found))
     return ok("the Trainer takes these arguments on shared rows")
 
 

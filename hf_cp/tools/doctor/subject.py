@@ -378,7 +378,7 @@ def as_one_process() -> Iterator[None]:
 
 def _from_accelerate(settings: Mapping[str, Any]) -> dict[str, Any]:
     """A DeepSpeed config from the keys that accelerate.yaml may hold itself."""
-    from hf_cp.training.zero import GATHER_WEIGHTS
+    from hf_cp.training.deepspeed import GATHER_WEIGHTS
 
     zero = {"stage": int(settings.get("zero_stage", 2)), GATHER_WEIGHTS: settings.get("zero3_save_16bit_model", False)}
     config: dict[str, Any] = {"zero_optimization": zero}
