@@ -172,22 +172,22 @@ def _deepspeed_runs(subject: Launch) -> Problem | None:
     fix = "Do not pass cpu=True, and start with torchrun or `accelerate launch --use_deepspeed` (they set LOCAL_RANK)."
     if value.lower() in ("1", "true", "yes", "y", "t", "on"):
         fix = f"ACCELERATE_USE_CPU={value} switches DeepSpeed off: unset it (DeepSpeed finds the CPU by itself)."
-    return Problem(f"DeepSpeed was asked for, but {_what_runs(subject)}.", fix, RuntimeError)
+    return Problem(
+        f"DeepSpeed was asked for, but accelerate runs {subject.backend} with {subject.running} process(es).",
+        fix,
+        RuntimeError,
+    )
 
 
 def _fsdp_runs(subject: Launch) -> Problem | None:
     if not subject.wants_fsdp or subject.running == 1 or subject.backend == DistributedType.FSDP.value:
         return None
     return Problem(
-        f"FSDP was asked for, but {_what_runs(subject)}.",
+        f"FSDP was asked for, but accelerate runs {subject.backend} with {subject.running} process(es).",
         "accelerate runs FSDP only on several GPUs: start one process per GPU with torchrun, or leave fsdp_plugin "
         "(TrainingArguments: fsdp) out.",
         RuntimeError,
     )
-
-
-def _what_runs(subject: Launch) -> str:
-    return f"accelerate runs {subject.backend} with {subject.running} process(es)"
 
 
 def _mixed_precision(subject: Launch) -> Problem | None:
