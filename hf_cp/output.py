@@ -1,8 +1,8 @@
-"""What all commands print alike: tables, JSON, one verdict line, progress, exit statuses.
+"""What all commands print alike: tables (by rich), JSON, one verdict line, progress, exit statuses.
 
 Invariant: standard output holds results only (a table and its verdict, or JSON), progress goes to standard error, and
-only rank 0 of a launch prints, so that the output of a command can be piped. A table is drawn by rich where standard
-output is a terminal and rich is installed, else as aligned plain text with the same cells.
+only rank 0 of a launch prints, so that the output of a command can be piped. Where the output is not a terminal, a
+table is plain text without colours and lines, as wide as its cells: nothing is wrapped or cut off in a log.
 
 >>> print(Table("Degrees", ("ulysses x ring", "sent"), (("4 x 1", "14.1 GiB"), ("2 x 2", "9.5 GiB"))).text())
 Degrees
@@ -14,7 +14,7 @@ ulysses x ring      sent
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
+import io
 import json
 import math
 import os
@@ -25,33 +25,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-__all__ = [
-    "OK",
-    "PROBLEM",
-    "USAGE",
-    "Table",
-    "Verdict",
-    "is_main_process",
-    "print_json",
-    "print_usage_error",
-    "progress",
-    "to_json",
-]
+import rich.box
+import rich.table
+from rich.console import Console
+from rich.text import Text
 
 OK, PROBLEM, USAGE = 0, 1, 2  # exit statuses: all is well; something was found; the command was called wrongly
 
 _WORDS = {OK: "PASSED", PROBLEM: "FAILED", USAGE: "REFUSED"}
 _STYLES = {"ok": "green", "warn": "yellow", "FAILED": "bold red", "PASSED": "bold green", "REFUSED": "bold red"}
 _NUMBER = re.compile(r"^[-+~<>]?\.?\d")
+_UNLIMITED = 100_000  # characters of a line that is not on a terminal
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a command ended, in one line.
-
-    Args:
-        status (`int`): `OK`, `PROBLEM` or `USAGE`; the exit status of the process.
-        text (`str`): the finding.
+    """How a command ended, in one line: `status` (`OK`, `PROBLEM` or `USAGE`, the exit status) and the finding.
 
     >>> str(Verdict(PROBLEM, "the gradients differ."))
     'FAILED: the gradients differ.'
@@ -69,30 +58,14 @@ class Verdict:
 
     def print(self, file: TextIO | None = None) -> None:
         """Prints the line on rank 0, coloured on a terminal."""
-        file = file or sys.stdout
-        if not is_main_process():
-            return
-        if _draws_with_rich(file):
-            from rich.text import Text
-
+        if is_main_process():
             word = _WORDS[self.status]
-            _rich_console(file).print(Text.assemble((word, _STYLES[word]), f": {self.text}"), soft_wrap=True)
-        else:
-            print(self, file=file, flush=True)
+            _console(file or sys.stdout).print(Text.assemble((word, _STYLES[word]), f": {self.text}"), soft_wrap=True)
 
 
 @dataclass(frozen=True)
 class Table:
-    """A title, column names and rows of cells; after the first column, numbers are set to the right.
-
-    Args:
-        title (`str`): a line above the table; may be empty.
-        columns (sequence of `str`): names, may be empty.
-        rows (sequence of sequences of `str`): as many cells as columns.
-
-    Raises:
-        ValueError: a row has another number of cells.
-    """
+    """A title (may be empty), column names (may be empty) and rows of as many cells; numbers are set to the right."""
 
     title: str
     columns: Sequence[str]
@@ -107,46 +80,33 @@ class Table:
 
     def text(self) -> str:
         """The table as aligned plain text."""
-        rows = [[str(cell) for cell in row] for row in (self.columns, *self.rows)]
-        widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-        sides = [str.rjust if right else str.ljust for right in self._right()]
-        cells = [
-            [side(*pair) for side, pair in zip(sides, zip(row, widths, strict=True), strict=True)] for row in rows
-        ]
-        lines = ["  ".join(row).rstrip() for row in cells]
-        if not any(self.columns):
-            lines = lines[1:]
-        return "\n".join([*([self.title] if self.title else []), *lines])
+        stream = io.StringIO()
+        self._draw(stream, box=None)
+        return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())
 
     def print(self, file: TextIO | None = None) -> None:
         """Prints the table on rank 0."""
         file = file or sys.stdout
         if not is_main_process():
             return
-        if _draws_with_rich(file):
-            _rich_console(file).print(self._rich())
+        if file.isatty():
+            self._draw(file, box=rich.box.SIMPLE_HEAD)
         else:
             print(self.text(), file=file, flush=True)
 
-    def _right(self) -> list[bool]:
-        """Whether a column holds numbers only (cells may be empty or '-'); the first one holds names."""
-        columns = [[str(row[i]) for row in self.rows] for i in range(len(self.columns))]
-        filled = [[cell for cell in column if cell not in ("", "-")] for column in columns]
-        numbers = [bool(column) and all(_NUMBER.match(cell) for cell in column) for column in filled]
-        return [False, *numbers[1:]]
-
-    def _rich(self) -> Any:
-        from rich import box
-        from rich.table import Table as RichTable
-        from rich.text import Text
-
-        table = RichTable(title=self.title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-        table.show_header = any(self.columns)
-        for name, right in zip(self.columns, self._right(), strict=True):
-            table.add_column(Text(name), justify="right" if right else "left", overflow="fold")
+    def _draw(self, file: TextIO, *, box: rich.box.Box | None) -> None:
+        table = rich.table.Table(box=box, pad_edge=False, show_header=any(self.columns))
+        for i, name in enumerate(self.columns):
+            cells = [str(row[i]) for row in self.rows]
+            right = i > 0 and _are_numbers(cells)
+            # Where a terminal is narrow, text is folded and numbers are left whole.
+            table.add_column(Text(name), justify="right" if right else "left", no_wrap=right, overflow="fold")
         for row in self.rows:
             table.add_row(*(Text(str(cell), style=_STYLES.get(str(cell), "")) for cell in row))
-        return table
+        console = _console(file)
+        if self.title:
+            console.print(Text(self.title), soft_wrap=True)
+        console.print(table)
 
 
 def to_json(value: Any) -> str:
@@ -176,14 +136,25 @@ def progress(text: str) -> None:
 
 def print_usage_error(error: Exception | str) -> int:
     """Says on standard error, on rank 0, why the command cannot do what it was asked for; returns `USAGE`."""
-    if is_main_process():
-        Verdict(USAGE, str(error)).print(sys.stderr)
+    Verdict(USAGE, str(error)).print(sys.stderr)
     return USAGE
 
 
 def is_main_process() -> bool:
     """Whether this is rank 0 of the launch, or the only process; known before a process group exists."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def _are_numbers(cells: Sequence[str]) -> bool:
+    filled = [cell for cell in cells if cell not in ("", "-")]
+    return bool(filled) and all(_NUMBER.match(cell) for cell in filled)
+
+
+def _console(file: TextIO) -> Console:
+    """Of rich; what it would find out about notebooks and CI from the environment is not asked for."""
+    is_terminal = file.isatty()
+    width = None if is_terminal else _UNLIMITED
+    return Console(file=file, width=width, force_terminal=is_terminal, force_jupyter=False, highlight=False)
 
 
 def _plain(value: Any) -> Any:
@@ -198,13 +169,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return str(value) if isinstance(value, os.PathLike) else value
-
-
-def _draws_with_rich(file: TextIO) -> bool:
-    return file.isatty() and importlib.util.find_spec("rich") is not None
-
-
-def _rich_console(file: TextIO) -> Any:
-    from rich.console import Console
-
-    return Console(file=file, highlight=False)

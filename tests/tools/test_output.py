@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import pytest
 
-from hf_cp import output
 from hf_cp.output import OK, PROBLEM, USAGE, Table, Verdict, print_json, print_usage_error, progress
 
 TABLE = Table("Memory", ("what", "GiB", ""), (("weights", "7.5", "ok"), ("logits [1]", "19.61", "FAILED")))
@@ -29,7 +28,6 @@ def test_plain_table_is_aligned_and_without_escapes():
 
 
 def test_terminal_table_has_the_same_cells(monkeypatch):
-    pytest.importorskip("rich")
     monkeypatch.setenv("TERM", "xterm")
     stream = Terminal()
     TABLE.print(stream)
@@ -38,12 +36,24 @@ def test_terminal_table_has_the_same_cells(monkeypatch):
     assert all(cell in drawn for row in TABLE.rows for cell in row)  # "[1]" is text, not markup
 
 
-def test_terminal_without_rich_gets_plain_text(monkeypatch):
-    monkeypatch.setattr(output.importlib.util, "find_spec", lambda name: None)
+def test_a_log_is_neither_wrapped_nor_coloured_whatever_the_environment_says(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "20")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    stream = io.StringIO()
+    Table("t" * 300, ("a", "b"), (("x y " * 100, "1"),)).print(stream)
+    Verdict(PROBLEM, "x y " * 100 + ".").print(stream)
+    assert [len(line) for line in stream.getvalue().splitlines()] == [300, 403, 403, 409]
+    assert "\x1b" not in stream.getvalue() and stream.getvalue().endswith("x y .\n")
+
+
+def test_numbers_are_whole_on_a_narrow_terminal(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "24")
     stream = Terminal()
-    TABLE.print(stream)
-    Verdict(OK, "fine.").print(stream)
-    assert stream.getvalue() == TABLE.text() + "\nPASSED: fine.\n"
+    Table("", ("what", "tokens"), (("long words that are folded", "1,234,567,890"),)).print(stream)
+    lines = stream.getvalue().splitlines()
+    first = next(i for i, line in enumerate(lines) if "1,234,567,890" in line)
+    assert "folded" not in lines[first] and "…" not in stream.getvalue()
 
 
 def test_table_without_column_names_has_no_empty_line():
