@@ -1,4 +1,4 @@
-"""Documents of a file or a folder, for commands that look at data before training.
+"""Documents of a file or a folder: for training, and for commands that look at data before it.
 
 Invariant: what is read here is what the collator reads: features with `input_ids`, `text`, `prompt` and `completion`,
 or `messages`. Nothing is tokenized yet.
@@ -24,7 +24,7 @@ def load_features(path: str | Path) -> Sequence[Any]:
     """The features of a JSONL file, of a saved Hugging Face dataset, or of a folder of text files.
 
     Raises:
-        ValueError: it is none of these, or a line is no JSON object.
+        ValueError: it is none of these, or a line is not JSON.
     """
     source = Path(path)
     if source.is_file():
@@ -36,10 +36,10 @@ def load_features(path: str | Path) -> Sequence[Any]:
     files = sorted(file for file in source.rglob("*") if file.suffix in TEXT_SUFFIXES) if source.is_dir() else []
     if not files:
         raise ValueError(
-            f"{source} is no JSONL file, and as a folder it holds 0 text files ({', '.join(TEXT_SUFFIXES)}) and no "
+            f"{source} is not a JSONL file, and as a folder it holds 0 text files ({', '.join(TEXT_SUFFIXES)}) and no "
             "saved dataset.\n  Give one of these; of a saved dataset with splits, the folder of one split."
         )
-    return [{"text": file.read_text(encoding="utf-8")} for file in files]
+    return [{"name": str(file.relative_to(source)), "text": file.read_text(encoding="utf-8")} for file in files]
 
 
 def documents_of_lengths(lengths: Sequence[int]) -> list[Document]:
@@ -57,7 +57,7 @@ def _from_lines(source: Path) -> list[Any]:
                 features.append(json.loads(line))
             except json.JSONDecodeError as error:
                 raise ValueError(
-                    f"{source}, line {number} is no JSON ({error}).\n  Put one object on each line (JSONL)."
+                    f"{source}, line {number} is not JSON ({error}).\n  Put one object on each line (JSONL)."
                 ) from None
     if not features:
         raise ValueError(f"{source} holds no document.\n  Put one object on each line (JSONL).")

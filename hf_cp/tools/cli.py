@@ -25,6 +25,7 @@ COMMANDS = {
     "plan": "plan",
     "recipes": "recipes",
     "report": "report",
+    "train": "train",
     "universal": "universal",
     "verify": "verify",
 }

@@ -5,7 +5,6 @@ Invariant: every process makes the same model and the same documents, from files
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, set_seed
 
 from hf_cp.data.documents import prepare_documents
+from hf_cp.data.files import load_features
 from hf_cp.verify.baseline import Recipe
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -57,21 +57,14 @@ def load_tokenizer(source: str) -> Any:
 
 
 def read_documents(path: str, *, tokenizer: Any, max_tokens: int) -> tuple[list[dict[str, list[int]]], str]:
-    """The first documents of a JSONL file that fit into `max_tokens`, and a line that says what was taken.
+    """The first documents of a file or folder that fit into `max_tokens`, and a line that says what was taken.
 
     A document that does not fit is skipped, unless none fits: then the first one is truncated.
 
     Raises:
-        ValueError: a line is no JSON object or no document.
+        ValueError: there are no documents, or a line is not JSON or not a document.
     """
-    features = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
-        if line.strip():
-            try:
-                features.append(json.loads(line))
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}, line {number} is no JSON ({error}). Put one object on each line.") from None
-    documents = prepare_documents(features, tokenizer=tokenizer).documents
+    documents = prepare_documents(load_features(path), tokenizer=tokenizer).documents
     chosen, room = [], max_tokens
     for document in documents:
         if len(document) <= room:

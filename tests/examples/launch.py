@@ -33,10 +33,10 @@ def torchrun(script: str, *options: str, processes: int = 2, timeout: float = 30
     return run(["-m", *launcher, str(EXAMPLES / script), *options], timeout=timeout)
 
 
-def accelerate_launch(config_file: Path, script: str, *options: str, timeout: float = 300.0) -> Finished:
-    """`accelerate launch --config_file config_file examples/script options`."""
+def accelerate_launch(config_file: Path, *words: str, timeout: float = 300.0) -> Finished:
+    """`accelerate launch --config_file config_file words`."""
     launcher = ["--config_file", str(config_file), "--main_process_port", str(free_port())]
-    return run(["-m", "accelerate.commands.launch", *launcher, str(EXAMPLES / script), *options], timeout=timeout)
+    return run(["-m", "accelerate.commands.launch", *launcher, *words], timeout=timeout)
 
 
 def together(*runs: Callable[[], Finished]) -> list[Finished]:

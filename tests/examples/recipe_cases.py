@@ -16,7 +16,6 @@ import json
 import os
 import sys
 from pathlib import Path
-from types import ModuleType
 from unittest.mock import patch
 
 import deepspeed
@@ -28,8 +27,9 @@ from accelerate.utils import DistributedType
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from hf_cp.recipes import train
 from hf_cp.tools.cli import main as hf_cp
-from tests.examples.launch import ROOT, load
+from tests.examples.launch import ROOT
 
 FP32 = ["--bf16", "false", "--model_dtype", "float32"]
 PREFIXES = ("ACCELERATE_", "FSDP_")
@@ -59,9 +59,9 @@ def forget(variables: dict[str, str]) -> None:
     os.environ.update(variables)
 
 
-def let_fsdp_run(script: ModuleType) -> None:
+def let_fsdp_run() -> None:
     """accelerate runs FSDP on accelerators only: see tests/training/fsdp2.py."""
-    parse = script.parse_arguments
+    parse = train.parse_settings
 
     def parse_and_claim(arguments):
         parsed = parse(arguments)
@@ -70,23 +70,21 @@ def let_fsdp_run(script: ModuleType) -> None:
             PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
         return parsed
 
-    script.parse_arguments = parse_and_claim
+    train.parse_settings = parse_and_claim
 
 
-def run_recipe(
-    script: ModuleType, folder: Path, variables: dict[str, str], *, comparisons: list[str], more: list[str]
-) -> None:
+def run_recipe(folder: Path, variables: dict[str, str], *, comparisons: list[str], more: list[str]) -> None:
     """As it is, and in fp32 for each of the `comparisons`; `more` options are those of a launch line."""
     given = json.loads((folder / "options.json").read_text())
     recipe = [str(ROOT / "recipes" / folder.name / "train.yaml"), *given["options"], *more]
     forget(variables)
-    trainer, settings = script.set_up([*recipe, "--output_dir", str(folder / "out")])
-    assert script.run(trainer, settings) == 0
+    trainer, settings = train.set_up([*recipe, "--output_dir", str(folder / "out")])
+    assert train.run(trainer, settings) == 0
     losses = {"backend": trainer.accelerator.distributed_type.value}
     for name in comparisons:
         forget(variables | {"ACCELERATE_MIXED_PRECISION": "no"})
         options = [*FP32, *given[name], "--output_dir", str(folder / name)]
-        trainer, _ = script.set_up([*recipe, *options])
+        trainer, _ = train.set_up([*recipe, *options])
         trainer.train()
         log = [entry for entry in trainer.state.log_history if "loss" in entry]
         losses[name] = [[entry["loss"], entry["grad_norm"]] for entry in log]
@@ -96,8 +94,7 @@ def run_recipe(
 
 
 def main() -> int:
-    script = load("finetune.py")
-    let_fsdp_run(script)
+    let_fsdp_run()
     deepspeed.init_distributed("gloo")  # transformers does it for --deepspeed, but not with use_cpu
     folder, *words = sys.argv[1:]
     names, more = words[: words.index("--deepspeed")], words[words.index("--deepspeed") :]
@@ -106,7 +103,7 @@ def main() -> int:
         case = Path(folder) / name
         variables = launcher_variables(case / "accelerate.yaml") if i else {}
         others = comparisons.split(",") if comparisons else []
-        run_recipe(script, case, variables, comparisons=others, more=[] if i else more)
+        run_recipe(case, variables, comparisons=others, more=[] if i else more)
     case = Path(folder) / "doctor"
     forget(launcher_variables(case / "accelerate.yaml"))
     return hf_cp(["doctor", "--recipe", str(case), "--launch", "--json", str(case / "doctor.json")])  # ends the group

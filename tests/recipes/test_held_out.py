@@ -13,7 +13,7 @@ from hf_cp.data.loader import ContextParallelDataLoader
 from hf_cp.distributed.mesh import ContextParallelMesh
 from hf_cp.models.patch import apply_context_parallel
 from hf_cp.recipes.held_out import DocumentLosses, LossDrop, document_losses
-from hf_cp.recipes.summary import peak_memory_gib, plot_losses
+from hf_cp.recipes.outputs import peak_memory_gib, plot_losses
 from tests.models.tiny import VOCAB_SIZE, tiny_model
 
 LENGTHS = (17, 1, 30, 9, 5, 24)  # packed into 3 rows of 32: odd for dp 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import os
 import re
 import shlex
 import subprocess
@@ -22,11 +23,13 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_cp.config import ContextParallelConfig
 from hf_cp.models.rope import set_rope_parameters
+from hf_cp.recipes import train
+from hf_cp.recipes.settings import parse_settings
 from hf_cp.sequence.packing import PackingManifest
 from hf_cp.tools.cli import command_parser
 from hf_cp.tools.cli import main as hf_cp
 from hf_cp.training.deepspeed import ZERO_STAGES, complete_zero_config
-from tests.examples.launch import ROOT, Finished, accelerate_launch, load
+from tests.examples.launch import ROOT, Finished, accelerate_launch
 from tests.examples.tiny_quickstart import write_quickstart
 
 RECIPES = sorted(path.parent for path in (ROOT / "recipes").glob("*/train.yaml"))
@@ -49,7 +52,6 @@ SUMMARY_KEYS = (
     "peak_memory_gib",
 )
 
-script = load("finetune.py")
 spec = importlib.util.spec_from_file_location("write_recipes", ROOT / "recipes" / "write_recipes.py")
 writer = importlib.util.module_from_spec(spec)
 sys.modules["write_recipes"] = writer  # dataclasses look their module up
@@ -60,12 +62,12 @@ every_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.
 @pytest.fixture(autouse=True)
 def _own_environment(monkeypatch):
     """TrainingArguments writes settings for accelerate into the environment."""
-    monkeypatch.setattr("os.environ", script.os.environ.copy())
+    monkeypatch.setattr("os.environ", os.environ.copy())
 
 
 def read_training(recipe: Path):
     """As on a machine without GPU, where transformers takes bf16 only with use_cpu."""
-    return script.parse_arguments([str(recipe / "train.yaml"), "--use_cpu", "true"])
+    return parse_settings([str(recipe / "train.yaml"), "--use_cpu", "true"])
 
 
 # Each file is read by its reader
@@ -182,7 +184,7 @@ def test_a_key_that_nobody_reads_is_refused(tmp_path):
 
 
 def test_command_line_wins():
-    settings, degrees, args = script.parse_arguments(
+    settings, degrees, args = parse_settings(
         [str(QUICKSTART / "train.yaml"), "--max_steps", "3", "--lora_r", "2", "--ring_degree", "2", "--bf16", "false"]
     )
     assert (settings.lora_r, degrees.ring_degree, args.max_steps, args.bf16) == (2, 2, 3, False)
@@ -207,11 +209,11 @@ def yarn_model(folder: Path, *recipe: str) -> tuple[torch.nn.Module, AutoConfig]
     )  # fmt: skip
     torch.manual_seed(0)
     Qwen2ForCausalLM(config).save_pretrained(folder)
-    settings, _, args = script.parse_arguments([*recipe, "--use_cpu", "true", "--model_name_or_path", str(folder)])
+    settings, _, args = parse_settings([*recipe, "--use_cpu", "true", "--model_name_or_path", str(folder)])
     model_config = AutoConfig.from_pretrained(folder)
     if settings.rope_parameters is not None:
         set_rope_parameters(model_config, settings.rope_parameters)
-    return script.build_model(settings, model_config, ContextParallelConfig(force=True), args), model_config
+    return train.build_model(settings, model_config, ContextParallelConfig(force=True), args), model_config
 
 
 def test_yarn_reaches_the_model_and_is_saved_with_the_adapter(tmp_path):
@@ -260,9 +262,8 @@ def quickstart(tmp_path_factory, deepspeed_extension) -> tuple[Path, list[str], 
 
 def launch(options: list[str]) -> Finished:
     """What `make quickstart` runs, with other options."""
-    return accelerate_launch(
-        QUICKSTART / "accelerate.yaml", "finetune.py", str(QUICKSTART / "train.yaml"), *options, timeout=500
-    )
+    words = ("-m", "hf_cp", "train", str(QUICKSTART / "train.yaml"), *options)
+    return accelerate_launch(QUICKSTART / "accelerate.yaml", *words, timeout=500)
 
 
 @pytest.mark.distributed
@@ -272,7 +273,9 @@ def test_quickstart_runs(quickstart):
     folder, _, finished = quickstart
     assert finished.status == 0, finished.output
     assert finished.output.count("PASSED") == 2  # the proof and the result
-    assert "2 processes (DEEPSPEED ZeRO-2), 2 share a row of up to 256 tokens: ring 2 x Ulysses 1" in finished.output
+    assert (
+        "2 processes (DEEPSPEED ZeRO-2), 2 share a sample of up to 256 tokens: ring 2 x Ulysses 1\n" in finished.output
+    )
     summary = json.loads((folder / "out" / "summary.json").read_text())
     assert set(SUMMARY_KEYS) <= set(summary)
     assert (summary["cp_size"], summary["ring_degree"], summary["ulysses_degree"]) == (2, 2, 1)
@@ -323,26 +326,26 @@ def test_quickstart_records_for_the_report(quickstart, capsys):
 @pytest.fixture
 def small(tmp_path, monkeypatch) -> list[str]:
     """The scaled quickstart for one process in here, which is not the launch that the recipe expects."""
-    monkeypatch.setattr(script, "check_processes", lambda *args: None)
+    monkeypatch.setattr(train, "check_processes", lambda *args: None)
     return [str(QUICKSTART / "train.yaml"), *write_quickstart(tmp_path)]
 
 
 def test_a_result_that_is_not_reached_fails(small, tmp_path, capsys):
     small += "--cp_size 1 --learning_rate 0 --bf16 false --use_cpu true --save_strategy steps --save_steps 1".split()
-    trainer, settings = script.set_up([*small, "--max_steps", "1"])
-    assert script.run(trainer, settings) == 1
+    trainer, settings = train.set_up([*small, "--max_steps", "1"])
+    assert train.run(trainer, settings) == 1
     printed = capsys.readouterr().out
     assert "FAILED: held-out loss" in printed and "Proof: left out" in printed
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["eval_loss_before"] == summary["eval_loss_after"] and summary["loss_first_step_cp1"] is None
     # and it goes on from its last checkpoint if asked to
-    trainer, settings = script.set_up([*small, "--max_steps", "2", "--resume_from_checkpoint", "true"])
-    assert script.run(trainer, settings) == 1
+    trainer, settings = train.set_up([*small, "--max_steps", "2", "--resume_from_checkpoint", "true"])
+    assert train.run(trainer, settings) == 1
     printed = capsys.readouterr().out
     assert "step 1: loss" in printed and "step 2: loss" in printed and "step 0: loss" not in printed
 
 
 def test_ulysses_2_is_refused_with_the_reason_and_nothing_is_written(small, tmp_path):
     with pytest.raises(ValueError, match=r"ulysses_degree=2 does not divide the 3 query heads \(K/V heads: 1\)"):
-        script.set_up([*small, "--ulysses_degree", "2"])
+        train.set_up([*small, "--ulysses_degree", "2"])
     assert not (tmp_path / "out").exists()

@@ -18,6 +18,7 @@ import yaml
 from hf_cp.config import ContextParallelConfig
 from hf_cp.data import collator as collator_module
 from hf_cp.planning.model_names import HUB_NAMES
+from hf_cp.recipes.settings import TrainSettings
 from hf_cp.tools.cli import main
 from hf_cp.tools.doctor.check import Check, Result, examine, judge, warn
 from hf_cp.tools.doctor.settings import SCRIPT_KEYS
@@ -25,7 +26,7 @@ from hf_cp.tools.doctor.subject import Subject, as_one_process
 from hf_cp.tools.plan import known_models
 from hf_cp.training.checkpoint import CheckpointRecord, installed_versions
 from hf_cp.training.deepspeed import GATHER_WEIGHTS
-from tests.examples.launch import ROOT, load
+from tests.examples.launch import ROOT
 from tests.tools.recipe_files import check, parse, write_model, write_recipe
 
 
@@ -192,7 +193,7 @@ def test_every_known_model_has_a_hub_name():
 
 
 def test_a_stated_cp_size_shrinks_the_degrees(model, tmp_path):
-    """As examples/finetune.py does it: `cp_size: 1` in a recipe with degrees is its fallback."""
+    """As `hf-cp train` does it: `cp_size: 1` in a recipe with degrees is its fallback."""
     recipe = write_recipe(tmp_path / "recipe", model, train={"ring_degree": 2, "ulysses_degree": 1, "cp_size": 1})
     assert check("processes", "--recipe", recipe).detail.endswith("1 share a row, dp 2")
     (tmp_path / "train.yaml").write_text(yaml.safe_dump({"cp_size": 2}))
@@ -201,7 +202,7 @@ def test_a_stated_cp_size_shrinks_the_degrees(model, tmp_path):
 
 
 def test_keys_are_those_of_the_script(model, tmp_path):
-    assert SCRIPT_KEYS == {field.name for field in dataclasses.fields(load("finetune.py").ScriptArguments)}
+    assert SCRIPT_KEYS == {field.name for field in dataclasses.fields(TrainSettings)}
     folder = write_recipe(tmp_path / "recipe", model, train={"learning_rat": 1.0, "own": 1})
     result = check("keys", "--config", folder / "train.yaml")  # it may be of a script with own arguments
     assert result.status == "warn" and result.detail == "unknown in train.yaml: learning_rat"

@@ -99,7 +99,7 @@ def test_in_a_group(world2, model_folder, tmp_path):
     (replayed, printed, refused, impossible), others = answers
     assert "ulysses=2" in replayed[1] and "cp 2: logits" in replayed[1]
     assert json.loads(printed[1])["report"]["checks"][0]["name"] == "targets"
-    assert "line 1 is no JSON" in refused[2] and refused[1] == ""
+    assert "line 1 is not JSON" in refused[2] and refused[1] == ""
     assert "does not divide the 2 launched processes" in impossible[2]
     assert [out for _, out, _ in others] == [""] * 4  # rank 0 alone prints
 
