@@ -273,9 +273,8 @@ def test_quickstart_runs(quickstart):
     folder, _, finished = quickstart
     assert finished.status == 0, finished.output
     assert finished.output.count("PASSED") == 2  # the proof and the result
-    assert (
-        "2 processes (DEEPSPEED ZeRO-2), 2 share a sample of up to 256 tokens: ring 2 x Ulysses 1\n" in finished.output
-    )
+    started = "2 processes (DEEPSPEED ZeRO-2), 2 share a sample of up to 256 tokens: ring 2 x Ulysses 1"
+    assert started in finished.output
     summary = json.loads((folder / "out" / "summary.json").read_text())
     assert set(SUMMARY_KEYS) <= set(summary)
     assert (summary["cp_size"], summary["ring_degree"], summary["ulysses_degree"]) == (2, 2, 1)
