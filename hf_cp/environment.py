@@ -14,7 +14,7 @@ from importlib import metadata
 
 from hf_cp import __version__
 
-PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "flash-attn")
+PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "flash-attn")  # that can change a run
 VARIABLE_PREFIXES = ("HF_CP_", "ACCELERATE_")
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
@@ -29,16 +29,9 @@ VARIABLES = (
 
 @dataclass(frozen=True)
 class EnvironmentReport:
-    """Versions, devices and variables of one process.
+    """Versions (`None`: not installed), devices and variables of one process; the fields of `hf-cp env --json`.
 
-    Args:
-        python (`str`): version of the interpreter.
-        system (`str`): operating system and machine type.
-        packages (`dict[str, str | None]`): installed version of each package that matters here, or None.
-        device_kind (`str`): `"cpu"`, or the name of the first accelerator.
-        device_count (`int`): number of accelerators that this process sees.
-        cpu_count (`int`): number of CPU cores.
-        variables (`dict[str, str]`): environment variables that change what a run does, where they are set.
+    `device_kind` is "cpu", or the name of the first of the `device_count` accelerators that this process sees.
     """
 
     python: str
@@ -60,39 +53,39 @@ class EnvironmentReport:
         return "\n".join(["```", *(f"{name:<{width}}  {value}" for name, value in lines), "```"])
 
 
-def collect_environment(variables: Mapping[str, str] | None = None) -> EnvironmentReport:
-    """Look at this process. `variables` defaults to `os.environ`.
-
-    >>> collect_environment({"HF_CP_RING_DEGREE": "2", "HOME": "/root"}).variables
-    {'HF_CP_RING_DEGREE': '2'}
-    """
-    variables = os.environ if variables is None else variables
-    device_kind, device_count = _devices()
-    return EnvironmentReport(
-        python=platform.python_version(),
-        system=f"{platform.system()} {platform.machine()}",
-        packages={"hf-cp": __version__} | {name: _version(name) for name in PACKAGES},
-        device_kind=device_kind,
-        device_count=device_count,
-        cpu_count=os.cpu_count() or 1,
-        variables={
-            name: value
-            for name, value in sorted(variables.items())
-            if name in VARIABLES or name.startswith(VARIABLE_PREFIXES)
-        },
-    )
-
-
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """Of an installed package; of this one also where it is run from its sources."""
+    if package == "hf-cp":
+        return __version__
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
 
 
-def _devices() -> tuple[str, int]:
+def versions() -> dict[str, str | None]:
+    """Of this package and of those that can change what a run computes; `None` for what is not installed."""
+    return {name: version_of(name) for name in ("hf-cp", *PACKAGES)}
+
+
+def collect_environment(variables: Mapping[str, str] | None = None) -> EnvironmentReport:
+    """Look at this process. `variables` defaults to `os.environ`.
+
+    >>> collect_environment({"HF_CP_RING_DEGREE": "2", "HOME": "/root"}).variables
+    {'HF_CP_RING_DEGREE': '2'}
+    """
     import torch
 
-    if not torch.cuda.is_available():
-        return "cpu", 0
-    return torch.cuda.get_device_name(0), torch.cuda.device_count()
+    found = dict(os.environ if variables is None else variables)
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return EnvironmentReport(
+        python=platform.python_version(),
+        system=f"{platform.system()} {platform.machine()}",
+        packages=versions(),
+        device_kind=torch.cuda.get_device_name(0) if count else "cpu",
+        device_count=count,
+        cpu_count=os.cpu_count() or 1,
+        variables={
+            name: found[name] for name in sorted(found) if name in VARIABLES or name.startswith(VARIABLE_PREFIXES)
+        },
+    )

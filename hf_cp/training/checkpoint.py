@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib.metadata
 import json
 import logging
 import os
@@ -29,13 +28,13 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 from hf_cp.data.position import LoaderPosition
 from hf_cp.distributed.mesh import ContextParallelMesh
 from hf_cp.distributed.status import exchange_status
+from hf_cp.environment import version_of, versions
 from hf_cp.training.deepspeed import is_universal
 
 logger = logging.getLogger(__name__)
 
 FILE_NAME = "hf_cp.json"
 FORMAT = 1
-PACKAGES = ("hf-cp", "torch", "transformers", "accelerate", "deepspeed", "peft")
 SHARDED = (DistributedType.DEEPSPEED.value, DistributedType.FSDP.value)
 
 
@@ -60,7 +59,7 @@ class CheckpointRecord:
     zero_stage: int | None
     rows_per_step: int
     position: LoaderPosition | None
-    versions: dict[str, str]
+    versions: dict[str, str | None]
 
     @classmethod
     def of(
@@ -81,7 +80,7 @@ class CheckpointRecord:
             zero_stage=accelerator.state.deepspeed_plugin.zero_stage if uses_deepspeed else None,
             rows_per_step=rows_per_step,
             position=position,
-            versions=installed_versions(),
+            versions=versions(),
         )
 
     @property
@@ -120,23 +119,12 @@ class CheckpointRecord:
         names = {field.name for field in dataclasses.fields(cls)}
         if data.get("format") != FORMAT or names != data.keys() - {"format"}:
             raise ValueError(
-                f"{path} has format {data.get('format')}, this hf_cp ({installed_versions()['hf-cp']}) reads format "
-                f"{FORMAT}.\n  Resume with the version that wrote it: {data.get('versions')}."
+                f"{path} has format {data.get('format')}, this hf_cp ({version_of('hf-cp')}) reads format {FORMAT}."
+                f"\n  Resume with the version that wrote it: {data.get('versions')}."
             )
         del data["format"]
         position = data["position"] and LoaderPosition.load(data["position"])
         return cls(**data | {"position": position})
-
-
-def installed_versions() -> dict[str, str]:
-    """Of the packages whose version can change a run."""
-    versions = {}
-    for name in PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
 
 
 def find_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str) -> str | None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from hf_cp import environment
 from hf_cp.config import ContextParallelConfig
 from hf_cp.data import collator as collator_module
 from hf_cp.planning.model_names import HUB_NAMES
@@ -24,7 +25,7 @@ from hf_cp.tools.doctor.check import Check, Result, examine, judge, warn
 from hf_cp.tools.doctor.settings import SCRIPT_KEYS
 from hf_cp.tools.doctor.subject import Subject, as_one_process
 from hf_cp.tools.plan import known_models
-from hf_cp.training.checkpoint import CheckpointRecord, installed_versions
+from hf_cp.training.checkpoint import CheckpointRecord
 from hf_cp.training.deepspeed import GATHER_WEIGHTS
 from tests.examples.launch import ROOT
 from tests.tools.recipe_files import check, parse, write_model, write_recipe
@@ -267,7 +268,7 @@ def write_checkpoint(folder: Path, **changes) -> Path:
     (folder / "trainer_state.json").write_text("{}")
     config = dataclasses.asdict(ContextParallelConfig(ring_degree=2))
     fields = {"config": config, "world_size": 2, "dp_size": 1, "backend": "DEEPSPEED", "zero_stage": 2}
-    fields |= {"rows_per_step": 2, "position": None, "versions": installed_versions()}
+    fields |= {"rows_per_step": 2, "position": None, "versions": environment.versions()}
     CheckpointRecord(**fields | changes).save(folder)
     return folder
 

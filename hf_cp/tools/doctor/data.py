@@ -149,7 +149,8 @@ def _check_resuming(subject: Subject, path: Path) -> Finding:
 
 def _record(subject: Subject, saved: Any) -> Any:
     """What a run of this recipe would write."""
-    from hf_cp.training.checkpoint import CheckpointRecord, installed_versions
+    from hf_cp.environment import versions
+    from hf_cp.training.checkpoint import CheckpointRecord
 
     args = subject.training
     has_zero = subject.args.recipe is not None and subject.uses_deepspeed
@@ -161,7 +162,7 @@ def _record(subject: Subject, saved: Any) -> Any:
         zero_stage=subject.zero_stage if has_zero else None if subject.args.recipe is not None else saved.zero_stage,
         rows_per_step=args.per_device_train_batch_size * args.gradient_accumulation_steps * subject.dp_size,
         position=_position(subject),
-        versions=installed_versions(),
+        versions=versions(),
     )
 
 

@@ -9,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 
 from hf_cp.config import ContextParallelConfig, check_heads, head_counts
+from hf_cp.environment import version_of
 from hf_cp.planning.model_names import HUB_NAMES, has_sizes_only, missing_weights
 from hf_cp.tools.doctor.check import Check, Finding, NotGiven, fail, missing, ok, skip, warn
 from hf_cp.tools.doctor.subject import Subject
@@ -23,7 +24,7 @@ def check_versions(subject: Subject) -> Finding:
     from packaging.version import Version
 
     floors = _floors()
-    found = {name: _installed(name) for name in (*_BASE, *_extras(subject))}
+    found = {name: version_of(name) for name in (*_BASE, *_extras(subject))}
     shown = ", ".join(f"{name} {version or 'missing'}" for name, version in found.items())
     missing = [name for name, version in found.items() if version is None]
     if missing:
@@ -197,13 +198,6 @@ def _floors() -> dict[str, str]:
         return {}
     pairs = (re.match(r"([\w.-]+)\s*>=\s*([\w.]+)", text) for text in requirements)
     return {pair[1].lower(): pair[2] for pair in pairs if pair}
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 SOFTWARE_CHECKS = (
