@@ -12,7 +12,7 @@ from fresh import peak_bytes
 from torch.distributed.tensor import DTensor
 from training_runs import RUNS, Run, Untouched
 
-from hf_cp.tools.plan import load_config
+from hf_cp.planning.model_names import load_config
 
 WARM_UP_TOKENS = 256
 LORA_RANK = 8

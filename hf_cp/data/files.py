@@ -15,7 +15,7 @@ import numpy as np
 
 from hf_cp.data.documents import Document
 
-__all__ = ["documents_of_lengths", "load_features"]
+__all__ = ["documents_of_lengths", "load_features", "read_lengths"]
 
 TEXT_SUFFIXES = (".txt", ".md", ".py", ".rst")
 
@@ -45,6 +45,26 @@ def load_features(path: str | Path) -> Sequence[Any]:
 def documents_of_lengths(lengths: Sequence[int]) -> list[Document]:
     """Documents of which only the lengths matter; their pages are never touched, so they take no memory."""
     return [Document(ids, ids) for ids in (np.zeros(length, dtype=np.int32) for length in lengths)]
+
+
+def read_lengths(path: Path) -> list[int]:
+    """Document lengths from a JSON list, an .npy file, or a text file with one number a line.
+
+    Raises:
+        ValueError: the file holds something else.
+    """
+    if path.suffix == ".npy":
+        values = np.load(path).ravel().tolist()
+    else:
+        text = path.read_text()
+        values = json.loads(text) if text.lstrip().startswith("[") else text.split()
+    try:
+        lengths = [int(value) for value in values]
+    except (TypeError, ValueError):
+        raise ValueError(f"{path} does not hold one document length after the other: {str(values)[:80]}...") from None
+    if not lengths or min(lengths) < 1:
+        raise ValueError(f"{path} holds {len(lengths)} lengths; there must be some, all of at least 1.")
+    return lengths
 
 
 def _from_lines(source: Path) -> list[Any]:

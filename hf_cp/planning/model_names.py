@@ -12,9 +12,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
-__all__ = ["HUB_NAMES", "has_sizes_only", "is_same_model", "loadable_name", "missing_weights", "name_of_sizes"]
+__all__ = [
+    "HUB_NAMES",
+    "MODELS",
+    "has_sizes_only",
+    "is_same_model",
+    "known_models",
+    "load_config",
+    "loadable_name",
+    "missing_weights",
+    "name_of_sizes",
+]
 
+MODELS = Path(__file__).resolve().parent / "models"  # configs, whose sizes come with the package
 HUB_NAMES = {
     "llama-3.1-70b": "meta-llama/Llama-3.1-70B",
     "llama-3.1-8b": "meta-llama/Llama-3.1-8B",
@@ -25,6 +37,19 @@ HUB_NAMES = {
     "smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct",
 }
 WHOLE, PARTS = ("model.safetensors", "pytorch_model.bin"), ".index.json"  # files of weights, and lists of their parts
+
+
+def known_models() -> list[str]:
+    """Models whose sizes come with the package."""
+    return sorted(path.stem for path in MODELS.glob("*.json"))
+
+
+def load_config(model: str) -> Any:
+    """The Hugging Face config of a known model, a config.json, or whatever `AutoConfig` finds under that name."""
+    from transformers import AutoConfig  # seconds; only for those who load
+
+    known = MODELS / f"{model.lower()}.json"
+    return AutoConfig.from_pretrained(known if known.is_file() else model)
 
 
 def has_sizes_only(model: str) -> bool:

@@ -165,9 +165,9 @@ def model_attention(args: argparse.Namespace, config: ContextParallelConfig) -> 
     from collections import Counter
 
     from hf_cp.config import check_heads, head_counts
+    from hf_cp.planning.model_names import load_config
     from hf_cp.planning.model_shape import layer_windows
     from hf_cp.sequence.costs import AttentionShape
-    from hf_cp.tools.plan import load_config
 
     model = load_config(args.model)
     heads, kv_heads = head_counts(model)
@@ -181,9 +181,8 @@ def model_attention(args: argparse.Namespace, config: ContextParallelConfig) -> 
 def read_packed(args: argparse.Namespace, config: ContextParallelConfig) -> PackedDataset:
     """The rows, by the collator's rules."""
     from hf_cp.data.collator import DataCollatorForContextParallel
-    from hf_cp.data.files import documents_of_lengths, load_features
+    from hf_cp.data.files import documents_of_lengths, load_features, read_lengths
     from hf_cp.data.packed import PackedDataset
-    from hf_cp.tools.plan import read_lengths
 
     tokenizer = None
     if args.tokenizer is not None:

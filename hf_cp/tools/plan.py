@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,14 +14,15 @@ from typing import Any
 
 import numpy as np
 
+from hf_cp.data.files import read_lengths
 from hf_cp.output import OK, PROBLEM, Table, Verdict, print_json, print_usage_error, progress
 from hf_cp.planning.devices import GIB, Device
 from hf_cp.planning.memory import CHECKPOINTING, Training
+from hf_cp.planning.model_names import known_models, load_config
 from hf_cp.planning.search import MEMORY_SHARE, SPARE, TIE, Candidate, Plan, plan_context_parallel
 
 __all__ = ["add_arguments", "plan_context_parallel", "run"]
 
-MODELS = Path(__file__).resolve().parent.parent / "planning" / "models"
 MEMORY_ROWS = (
     ("weights", "weights"),
     ("gradients", "gradients"),
@@ -144,49 +144,12 @@ def command_line(args: argparse.Namespace) -> str:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     words = ["hf-cp", "plan", args.model]
-    for action in parser._actions:
-        value = getattr(args, action.dest, None)
-        if (
-            not action.option_strings
-            or action.dest in ("json", "write", "data", "top")
-            or value in (None, action.default)
-        ):
+    for name, value in vars(args).items():
+        if name in ("model", "json", "write", "data", "top") or value in (None, parser.get_default(name)):
             continue
-        words += [action.option_strings[0]] if value is True else [action.option_strings[0], str(value)]
+        option = f"--{name.replace('_', '-')}"
+        words += [option] if value is True else [option, str(value)]
     return shlex.join(words)
-
-
-def known_models() -> list[str]:
-    """Models whose sizes come with the package."""
-    return sorted(path.stem for path in MODELS.glob("*.json"))
-
-
-def load_config(model: str) -> Any:
-    """The Hugging Face config of a known model, a config.json, or whatever `AutoConfig` finds under that name."""
-    from transformers import AutoConfig
-
-    known = MODELS / f"{model.lower()}.json"
-    return AutoConfig.from_pretrained(known if known.is_file() else model)
-
-
-def read_lengths(path: Path) -> list[int]:
-    """Document lengths from a JSON list, an .npy file, or a text file with one number a line.
-
-    Raises:
-        ValueError: the file holds something else.
-    """
-    if path.suffix == ".npy":
-        values = np.load(path).ravel().tolist()
-    else:
-        text = path.read_text()
-        values = json.loads(text) if text.lstrip().startswith("[") else text.split()
-    try:
-        lengths = [int(value) for value in values]
-    except (TypeError, ValueError):
-        raise ValueError(f"{path} does not hold one document length after the other: {str(values)[:80]}...") from None
-    if not lengths or min(lengths) < 1:
-        raise ValueError(f"{path} holds {len(lengths)} lengths; there must be some, all of at least 1.")
-    return lengths
 
 
 def tables(plan: Plan, args: argparse.Namespace) -> list[Table]:

@@ -13,8 +13,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from hf_cp.config import ContextParallelConfig
-from hf_cp.planning.model_names import name_of_sizes
-from hf_cp.tools.plan import load_config
+from hf_cp.planning.model_names import load_config, name_of_sizes
 from tests.examples.launch import ROOT
 from tests.examples.tiny_quickstart import make_tokenizer
 

@@ -2,8 +2,8 @@
 
 from transformers import AutoConfig
 
+from hf_cp.planning.model_names import MODELS
 from hf_cp.planning.model_shape import ModelShape
-from hf_cp.tools.plan import MODELS
 
 LLAMA = AutoConfig.from_pretrained(MODELS / "llama-3.1-8b.json")
 LLAMA_SHAPE = ModelShape.from_config(LLAMA)

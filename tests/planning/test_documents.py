@@ -16,9 +16,9 @@ from transformers import AutoConfig
 
 from hf_cp.planning.devices import GIB
 from hf_cp.planning.memory import Training, run_memory
+from hf_cp.planning.model_names import MODELS
 from hf_cp.planning.search import plan_context_parallel
 from hf_cp.tools.cli import main
-from hf_cp.tools.plan import MODELS
 from tests.planning.shapes import LLAMA, LLAMA_SHAPE
 
 ROOT = Path(__file__).resolve().parents[2]

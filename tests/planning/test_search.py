@@ -12,12 +12,12 @@ from hf_cp import ContextParallelConfig, SequenceLayout
 from hf_cp.attention.usp import choose_engine
 from hf_cp.planning.devices import ASSUMED_ERROR, DEVICES, GIB, MEASURED_ERROR, Device, find_device
 from hf_cp.planning.memory import Training
+from hf_cp.planning.model_names import MODELS
 from hf_cp.planning.model_shape import ModelShape
 from hf_cp.planning.search import SPARE, TIE, Candidate, plan_context_parallel
 from hf_cp.planning.step_time import Cluster, RowCost
 from hf_cp.sequence.costs import attention_flops, ring_bytes, ulysses_bytes
 from hf_cp.sequence.plan import AttentionPlan
-from hf_cp.tools.plan import MODELS
 from tests.planning.shapes import LLAMA, LLAMA_SHAPE
 
 LORA = Training(lora_r=16)

@@ -18,13 +18,12 @@ import yaml
 from hf_cp import environment
 from hf_cp.config import ContextParallelConfig
 from hf_cp.data import collator as collator_module
-from hf_cp.planning.model_names import HUB_NAMES
+from hf_cp.planning.model_names import HUB_NAMES, known_models
 from hf_cp.recipes.settings import TrainSettings
 from hf_cp.tools.cli import main
 from hf_cp.tools.doctor.check import Check, Result, examine, judge, warn
 from hf_cp.tools.doctor.settings import SCRIPT_KEYS
 from hf_cp.tools.doctor.subject import Subject, as_one_process
-from hf_cp.tools.plan import known_models
 from hf_cp.training.checkpoint import CheckpointRecord
 from hf_cp.training.deepspeed import GATHER_WEIGHTS
 from tests.examples.launch import ROOT

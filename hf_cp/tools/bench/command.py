@@ -215,8 +215,9 @@ def _all_degrees(args: argparse.Namespace, world_size: int) -> list[tuple[int, i
 
 
 def _settings(args: argparse.Namespace, device_type: str) -> list[Setting]:
+    from hf_cp.data.files import read_lengths
+    from hf_cp.planning.model_names import load_config
     from hf_cp.tools.bench.cases import Setting, heads_of, heads_of_model, packed_row
-    from hf_cp.tools.plan import load_config, read_lengths
 
     if args.model:
         heads = [heads_of_model(load_config(args.model))]

@@ -20,7 +20,7 @@ import numpy as np
 
 from hf_cp.config import ContextParallelConfig
 from hf_cp.data.files import documents_of_lengths, load_features
-from hf_cp.planning.model_names import HUB_NAMES, has_sizes_only, name_of_sizes
+from hf_cp.planning.model_names import HUB_NAMES, has_sizes_only, load_config, name_of_sizes
 from hf_cp.tools.doctor.check import NotGiven
 from hf_cp.tools.options import config_from_arguments
 
@@ -219,7 +219,6 @@ class Subject:
     def model_config(self) -> Any:
         """With the RoPE of train.yaml, if it changes that."""
         from hf_cp.models.rope import set_rope_parameters
-        from hf_cp.tools.plan import load_config
 
         try:
             config = load_config(name_of_sizes(self.model_name))
