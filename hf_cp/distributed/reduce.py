@@ -8,6 +8,7 @@ communicated.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,3 +52,13 @@ def gather_over_world(values: Sequence[float], *, mesh: ContextParallelMesh) -> 
     with Waiting(mesh, "world", "the gather of numbers of all processes"):
         dist.all_gather(gathered, own, group=mesh.status_group)
     return [tensor.tolist() for tensor in gathered]
+
+
+def gather_objects(value: Any, *, mesh: ContextParallelMesh) -> list[Any]:
+    """`value` of every process, in rank order, on every process. Objects are pickled between our own processes."""
+    if mesh.status_group is None:
+        return [value]
+    gathered = [None] * mesh.world_size
+    with Waiting(mesh, "world", "the gather of what all processes found"):
+        dist.all_gather_object(gathered, value, group=mesh.status_group)
+    return gathered

@@ -14,7 +14,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
 
@@ -173,6 +173,23 @@ def context_parallel_disabled(model: nn.Module) -> Iterator[nn.Module]:
     finally:
         state.active = True
         base.set_attn_implementation(ATTENTION_NAME)
+
+
+@contextmanager
+def running_as(model: nn.Module, config: ContextParallelConfig, mesh: ContextParallelMesh) -> Iterator[nn.Module]:
+    """Inside, the patched model runs with other settings on other processes; the same state comes back afterwards.
+
+    The state is exchanged, not written into, and the patch stays, so whatever stands around `forward` stays too.
+    """
+    holders, state = [m for m in model.modules() if _STATE in vars(m)], context_parallel_state(model)
+    other = replace(state, config=config, mesh=mesh)
+    try:
+        for module in holders:
+            setattr(module, _STATE, other)
+        yield model
+    finally:
+        for module in holders:
+            setattr(module, _STATE, state)
 
 
 def local_token_losses(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:

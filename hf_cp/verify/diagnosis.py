@@ -7,13 +7,19 @@ token losses, gradients, updates. The first stage that is wrong is the one with 
 
 from __future__ import annotations
 
+import contextlib
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
-from hf_cp.verify.probes import Leak
+from hf_cp.config import head_counts
+from hf_cp.models.patch import base_causal_lm
+from hf_cp.verify.compare import Comparison, errors_in_order
+from hf_cp.verify.errors import alignment, tensor_errors
+from hf_cp.verify.runs import Sample, in_fp32, without_rope
 
 _INSIDE_ATTENTION = ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "input_layernorm")
 _LAYER = re.compile(r"\blayers\.(\d+)\.(.+)")
@@ -31,45 +37,70 @@ class Evidence:
     """What was found wrong, by token and by parameter.
 
     Args:
-        cp_size, dp_size, ring_degree (`int`): the mesh.
-        has_kv_replicas (`bool`): K/V heads are repeated before the all-to-all.
-        num_layers (`int`): of the model.
-        num_targets (`tuple[int, int]`): of one process and of the group.
-        doc_lengths (`tuple[int, ...]`): of the row.
-        is_cut (`tuple[bool, ...]`): whether a document is spread over several processes.
-        at_edge (`torch.Tensor`): bool [num_tokens], the next token of the document is not the next one of the shard.
-        copies (`torch.Tensor`): [num_tokens], processes that hold the token.
-        wrong_logits, wrong_losses (`torch.Tensor`): bool [num_tokens].
-        leaks (`tuple[Leak, ...]`): of the probes.
-        alone_is_right (`bool`): our attention and loss in one process pass.
+        sample (`Sample`): that was compared.
+        found (`Comparison`): what came out.
         is_right_without_rope (`bool`): logits pass when position embeddings do nothing.
-        gradient_factor (`float`): best common factor of all gradients.
-        is_one_factor (`bool`): divided by it, all gradients pass.
-        factor_tolerance (`float`): precision of the factor.
-        is_wrong (`dict[str, bool]`): by parameter, whether its gradient fails.
-        parameter_apart (`str`): one that differs between the processes of a group after the steps, or "".
     """
 
-    cp_size: int
-    dp_size: int
-    ring_degree: int
-    has_kv_replicas: bool
-    num_layers: int
-    num_targets: tuple[int, int]
-    doc_lengths: tuple[int, ...]
-    is_cut: tuple[bool, ...]
-    at_edge: torch.Tensor
-    copies: torch.Tensor
-    wrong_logits: torch.Tensor
-    wrong_losses: torch.Tensor
-    leaks: tuple[Leak, ...]
-    alone_is_right: bool
+    sample: Sample
+    found: Comparison
     is_right_without_rope: bool
-    gradient_factor: float
-    is_one_factor: bool
-    factor_tolerance: float
-    is_wrong: dict[str, bool]
-    parameter_apart: str
+
+    @cached_property
+    def wrong_logits(self) -> torch.Tensor:
+        """bool [num_tokens]; an error that is NaN is wrong."""
+        return ~(self.found.logits <= self.found.allowed.logits).cpu()
+
+    @cached_property
+    def wrong_losses(self) -> torch.Tensor:
+        """bool [num_tokens]"""
+        return ~(self.found.token_losses <= self.found.allowed.token_loss).cpu()
+
+    @cached_property
+    def is_wrong(self) -> dict[str, bool]:
+        """By parameter, whether its gradient fails."""
+        allowed = self.found.allowed.gradients
+        return {name: not error <= allowed[name] for name, error in self.found.errors.gradients.items()}
+
+    @property
+    def alone_is_right(self) -> bool:
+        """Whether our attention and loss pass in one process."""
+        return bool((self.found.alone_logits <= self.found.allowed.logits).all())
+
+    @cached_property
+    def at_edge(self) -> torch.Tensor:
+        """bool [num_tokens]: the document goes on after the token, but the next slot of its shard holds another."""
+        layout = self.sample.layout
+        at_edge = torch.zeros(layout.num_tokens, dtype=torch.bool)
+        for cp_rank in range(layout.cp_size):
+            indices = layout.indices(cp_rank)
+            following = torch.cat([indices[1:], indices.new_tensor([-1])])
+            at_edge[indices[(indices >= 0) & (following != indices + 1)]] = True
+        at_edge[layout.cu_seqlens[1:].long() - 1] = False
+        return at_edge
+
+    @property
+    def is_cut(self) -> list[bool]:
+        """By document, whether its tokens are on more than one process."""
+        layout = self.sample.layout
+        holders = [set(layout.document_ids(rank).tolist()) for rank in range(layout.cp_size)]
+        return [sum(document in held for held in holders) > 1 for document in range(len(layout.doc_lengths))]
+
+
+def examine(sample: Sample, found: Comparison) -> Diagnosis:
+    """The likely cause of a failed comparison. All processes must call it: one more experiment is made.
+
+    These are logits without position embeddings: if the group agrees with one process then, nothing but positions can
+    be wrong.
+    """
+    decoder, is_right = base_causal_lm(sample.model).get_decoder(), False
+    if hasattr(decoder, "rotary_emb"):
+        with without_rope(decoder):
+            with in_fp32(sample.model) if sample.is_low else contextlib.nullcontext():
+                logits = sample.untouched_logits()
+            errors = errors_in_order(sample, logits, sample.group_logits(), found.scale)
+        is_right = bool((errors <= found.allowed.logits).all())
+    return diagnose(Evidence(sample, found, is_right))
 
 
 def diagnose(evidence: Evidence) -> Diagnosis:
@@ -86,15 +117,17 @@ def diagnose(evidence: Evidence) -> Diagnosis:
 
 
 def _layout(e: Evidence) -> Diagnosis | None:
-    wrong = int((e.copies != 1).sum())
+    wrong = int((e.found.copies != 1).sum())
     if not wrong:
         return None
-    text = f"{wrong} of {len(e.copies)} tokens are not on exactly one process: look at the layout and at cp_rank."
+    text = (
+        f"{wrong} of {len(e.found.copies)} tokens are not on exactly one process: look at the layout and at cp_rank."
+    )
     return Diagnosis("layout", text)
 
 
 def _leaks(e: Evidence) -> Diagnosis | None:
-    for leak in e.leaks:
+    for leak in e.found.leaks:
         where = f"Exchanging token {leak.token} of document {leak.document} changed"
         if leak.others:
             text = f"{where} {leak.others} tokens of other documents: documents see each other. Look at the mask,"
@@ -129,11 +162,12 @@ def _wrong_documents(e: Evidence, count: str) -> Diagnosis | None:
     if bool((e.wrong_logits <= e.at_edge).all()):
         text = f"{count}, all of them the last token of a piece of a shard: look at how shards are cut."
         return Diagnosis("edges", text)
-    wrong = [bool(tokens.any()) for tokens in e.wrong_logits.split(e.doc_lengths)]
-    if all(is_wrong or length == 1 for is_wrong, length in zip(wrong, e.doc_lengths, strict=True)):
+    lengths = e.sample.layout.doc_lengths
+    wrong = [bool(tokens.any()) for tokens in e.wrong_logits.split(lengths)]
+    if all(is_wrong or length == 1 for is_wrong, length in zip(wrong, lengths, strict=True)):
         return None  # a token that sees only itself survives any fault of attention
     named = ", ".join(str(i) for i, is_wrong in enumerate(wrong) if is_wrong)
-    if any(e.is_cut) and wrong == list(e.is_cut):
+    if any(wrong) and wrong == e.is_cut:
         text = f"{count}: those of documents {named}, exactly the ones that are spread over processes. Look at what"
         return Diagnosis("cut_documents", f"{text} attention exchanges (K/V of other processes, the merge).")
     text = f"{count}, all in document {named}: look at its input_ids and at its borders (mask, cu_seqlens)."
@@ -141,7 +175,8 @@ def _wrong_documents(e: Evidence, count: str) -> Diagnosis | None:
 
 
 def _labels(e: Evidence) -> Diagnosis | None:
-    is_lost = e.num_targets[0] != e.num_targets[1]
+    first, second = e.sample.num_targets, e.found.num_targets
+    is_lost = first != second
     if not is_lost and not bool(e.wrong_losses.any()):
         return None
     if bool(e.wrong_losses.any()) and bool((e.wrong_losses <= e.at_edge).all()):
@@ -152,48 +187,58 @@ def _labels(e: Evidence) -> Diagnosis | None:
             "documents before they are cut.",
         )
     if is_lost:
-        first, second = e.num_targets
-        text = f"Targets were lost or counted twice ({first:,} in the row, {second:,} in the group)"
+        text = f"Targets were lost or counted twice ({first:,} in the sample, {second:,} in the group)"
         return Diagnosis("targets", f"{text}: look at the labels and at the collator.")
     text = f"Logits are right, but the losses of {int(e.wrong_losses.sum())} tokens are not: look at their labels"
     return Diagnosis("labels", f"{text} and at the chunks of the loss.")
 
 
 def _ranks(e: Evidence) -> Diagnosis | None:
-    if not e.parameter_apart:
+    if not e.found.apart.distance:
         return None
-    text = f"Replicated parameters drift apart: {e.parameter_apart} is not equal on the processes of a group. Look at"
+    text = f"Replicated parameters drift apart: {e.found.apart.name} is not equal on the processes of a group. Look at"
     return Diagnosis("ranks_apart", f"{text} the sum of gradients; every process must apply the same one.")
 
 
 def _gradients(e: Evidence) -> Diagnosis | None:
     if not any(e.is_wrong.values()):
         return None
-    if e.is_one_factor:
-        return _one_factor(e)
-    if any(is_wrong and _is_above_attention(name, e.num_layers) for name, is_wrong in e.is_wrong.items()):
+    scaled = _one_factor(e)
+    if scaled is not None:
+        return scaled
+    num_layers = len(base_causal_lm(e.sample.model).get_decoder().layers)
+    if any(is_wrong and _is_above_attention(name, num_layers) for name, is_wrong in e.is_wrong.items()):
         return Diagnosis(
             "loss_reduction",
             "Logits and token losses are right, but gradients are wrong from the head on and by no common factor: the "
-            "processes' sums have unequal weights. Divide each by the targets of the whole window, not by its own.",
+            "processes' sums have unequal weights. Divide each by the targets of the whole optimizer step, not by its "
+            "own.",
         )
     return _in_attention(e)
 
 
-def _one_factor(e: Evidence) -> Diagnosis:
-    """Names every size that the factor is: cp_size and the data-parallel size may be equal."""
-    factor = e.gradient_factor
-    sizes = [("cp_size", e.cp_size), ("the data-parallel size", e.dp_size)]
+def _one_factor(e: Evidence) -> Diagnosis | None:
+    """All gradients pass once they are divided by the factor that fits them best.
+
+    Names every size that the factor is: cp_size and the data-parallel size may be equal.
+    """
+    reference, group, is_low = e.found.reference.gradients, e.found.group.gradients, e.sample.is_low
+    factor, _ = alignment(reference, group)
+    unscaled = tensor_errors(reference, group, rms=is_low, factor=factor or 1.0)
+    if not all(error <= e.found.allowed.gradients[name] for name, error in unscaled.items()):
+        return None
+    mesh, tolerance = e.sample.mesh, 0.05 if is_low else 1e-3
+    sizes = [("cp_size", mesh.cp_size), ("the data-parallel size", mesh.dp_size)]
     sizes = [(name, size) for name, size in sizes if size > 1]
     if len(sizes) == 2:
-        sizes.append(("the number of processes", e.cp_size * e.dp_size))
+        sizes.append(("the number of processes", mesh.world_size))
     ratios = [(name, float(size)) for name, size in sizes] + [(f"1/{name}", 1 / size) for name, size in sizes]
-    found = [name for name, ratio in ratios if abs(factor / ratio - 1) < e.factor_tolerance]
-    if found:
+    matching = [name for name, ratio in ratios if abs(factor / ratio - 1) < tolerance]
+    if matching:
         return Diagnosis(
             "loss_scale",
-            f"Gradients are {' or '.join(found)} times too large (by {factor:.6g}): the loss is divided by the wrong "
-            "number of targets, or gradients are summed where they are averaged (or the other way round).",
+            f"Gradients are {' or '.join(matching)} times too large (by {factor:.6g}): the loss is divided by the "
+            "wrong number of targets, or gradients are summed where they are averaged (or the other way round).",
         )
     text = f"All gradients are {factor:.6g} times the right ones: look at what the loss is divided by."
     return Diagnosis("loss_scale", text)
@@ -209,8 +254,10 @@ def _in_attention(e: Evidence) -> Diagnosis:
         return not wrong.isdisjoint(names)
 
     if any_wrong("k_proj", "v_proj", "k_norm") and not any_wrong("q_proj", "q_norm", "o_proj"):
-        replicas = "K/V heads are replicated: their gradients must be summed" if e.has_kv_replicas else ""
-        ring = "dK/dV of other ring ranks must come home and be added" if e.ring_degree > 1 else ""
+        mesh, (_, num_kv_heads) = e.sample.mesh, head_counts(base_causal_lm(e.sample.model).config)
+        has_replicas = num_kv_heads % mesh.ulysses_size != 0  # repeated before the all-to-all
+        replicas = "K/V heads are replicated: their gradients must be summed" if has_replicas else ""
+        ring = "dK/dV of other ring ranks must come home and be added" if mesh.ring_size > 1 else ""
         where = "; ".join(text for text in (ring, replicas) if text) or "look at the all-to-all's way back"
         text = f"Only the K/V projections of layer {last} are wrong, queries are right: look at dK/dV of attention's"
         return Diagnosis("kv_gradients", f"{text} backward pass ({where}).")

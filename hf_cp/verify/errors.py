@@ -50,8 +50,8 @@ class Errors:
 
     @classmethod
     def between(cls, reference: Run, found: Run, *, rms: bool = False) -> Errors:
-        """Of the steps that both have made; `rms`: tensors by root mean squares, not maxima, as in low precision."""
-        pairs = list(zip(reference.losses, found.losses, strict=False))  # one may have been run for fewer steps
+        """`rms`: tensors by root mean squares, not maxima, as in low precision."""
+        pairs = list(zip(reference.losses, found.losses, strict=True))
         signed = [(b - a) / abs(a) if a else b - a for a, b in pairs]
         _, gradient_distance = alignment(reference.gradients, found.gradients)
         drift, update_distance = alignment(reference.updates, found.updates)
@@ -86,16 +86,16 @@ class Allowed:
         return cls(loss, gradient, by_name, by_name, gradient / 10, logits, logits)
 
     @classmethod
-    def twice(cls, baseline: Errors, logits: torch.Tensor, token_losses: torch.Tensor, mean_loss: float) -> Allowed:
-        """Twice the errors of the low-precision baseline.
+    def twice(cls, own: Errors, logits: torch.Tensor, token_losses: torch.Tensor, mean_loss: float) -> Allowed:
+        """Twice the errors that the untouched model makes in its own precision.
 
         One number can be right by luck, so a scalar may also be off by what the errors of its parts allow: a mean by
-        their root mean square, a norm and a projection by the norm of the difference, and a parameter of few elements
-        by the median error of all parameters.
+        their root mean square, a norm by the norm of the difference, and a parameter of few elements by the median
+        error of all parameters.
 
         Args:
-            baseline (`Errors`): of the untouched model in low precision, against fp32.
-            logits, token_losses (`torch.Tensor`): [num_tokens], the baseline's errors by token.
+            own (`Errors`): of the untouched model in low precision, against fp32.
+            logits, token_losses (`torch.Tensor`): [num_tokens], its errors by token.
             mean_loss (`float`): of the reference.
         """
         typical_loss = float(token_losses.square().mean().sqrt()) / max(mean_loss, 1e-6)
@@ -105,11 +105,11 @@ class Allowed:
             return {name: LOW_PRECISION_FACTOR * max(error, median) for name, error in errors.items()}
 
         return cls(
-            loss=LOW_PRECISION_FACTOR * max(*baseline.losses, typical_loss),
-            grad_norm=LOW_PRECISION_FACTOR * max(baseline.grad_norm, baseline.gradient_distance),
-            gradients=by_name(baseline.gradients),
-            updates=by_name(baseline.updates),
-            update_drift=LOW_PRECISION_FACTOR * max(abs(baseline.update_drift), baseline.update_distance),
+            loss=LOW_PRECISION_FACTOR * max(*own.losses, typical_loss),
+            grad_norm=LOW_PRECISION_FACTOR * max(own.grad_norm, own.gradient_distance),
+            gradients=by_name(own.gradients),
+            updates=by_name(own.updates),
+            update_drift=LOW_PRECISION_FACTOR * max(abs(own.update_drift), own.update_distance),
             logits=LOW_PRECISION_FACTOR * float(logits.max()),
             token_loss=LOW_PRECISION_FACTOR * float(token_losses.max()),
         )
@@ -183,6 +183,11 @@ def relative(reference: float, found: float) -> float:
 def relative_size(difference: float, size: float) -> float:
     """`difference / size`; a difference from zero is infinitely large."""
     return difference / size if size else (math.inf if difference else 0.0)
+
+
+def apart(values: list[float]) -> float:
+    """How far the largest is from the smallest; NaN if one is NaN."""
+    return math.nan if any(map(math.isnan, values)) else max(values) - min(values)
 
 
 def nan_last(error: float) -> float:

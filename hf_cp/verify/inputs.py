@@ -5,47 +5,50 @@ Invariant: every process makes the same model and the same documents, from files
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, set_seed
 
+from hf_cp.config import IGNORE_INDEX
 from hf_cp.data.documents import prepare_documents
-from hf_cp.data.files import load_features
-from hf_cp.verify.baseline import Recipe
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
-def make_model(source: str, recipe: Recipe, device: torch.device) -> torch.nn.Module:
-    """The model, truncated and with adapters as the recipe says; not patched.
+def make_model(
+    source: str, *, dtype: str, layers: int | None = None, lora: int | None = None, seed: int = 0
+) -> torch.nn.Module:
+    """The model on the CPU, truncated and with adapters as asked for; not patched.
 
     Args:
         source (`str`): folder (or hub name) with config and weights, or a `config.json` for random weights.
-        recipe (`Recipe`): its seed makes random weights and adapters.
+        dtype (`str`): of the weights.
+        layers (`int`, *optional*): keep only the first ones.
+        lora (`int`, *optional*): rank of adapters on all linear layers.
+        seed (`int`): of random weights and adapters.
 
     Raises:
         ValueError: the model has fewer layers than asked for.
         ImportError: adapters are asked for, but peft is not installed.
     """
     config = AutoConfig.from_pretrained(source)
-    _truncate(config, recipe.layers)
-    dtype = getattr(torch, recipe.dtype)
-    set_seed(recipe.seed)
+    _truncate(config, layers)
+    kind = getattr(torch, dtype)
+    set_seed(seed)
     if Path(source).is_file():
         # random weights in the default type first: their values do not depend on the type that is compared
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(kind)
     else:
-        model = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=dtype)
-    model = model.to(device)
-    if recipe.lora is None:
+        model = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=kind)
+    if lora is None:
         return model
     from peft import LoraConfig, get_peft_model
 
-    lora = LoraConfig(r=recipe.lora, lora_alpha=2 * recipe.lora, target_modules="all-linear", task_type="CAUSAL_LM")
-    return get_peft_model(model, lora, autocast_adapter_dtype=dtype == torch.bfloat16 or dtype == torch.float16)
+    adapters = LoraConfig(r=lora, lora_alpha=2 * lora, target_modules="all-linear", task_type="CAUSAL_LM")
+    return get_peft_model(model, adapters, autocast_adapter_dtype=kind in (torch.bfloat16, torch.float16))
 
 
 def load_tokenizer(source: str) -> Any:
@@ -56,24 +59,26 @@ def load_tokenizer(source: str) -> Any:
     return AutoTokenizer.from_pretrained(str(folder))
 
 
-def read_documents(path: str, *, tokenizer: Any, max_tokens: int) -> tuple[list[dict[str, list[int]]], str]:
-    """The first documents of a file or folder that fit into `max_tokens`, and a line that says what was taken.
+def first_documents(
+    features: Iterable[Any], *, tokenizer: Any, max_tokens: int
+) -> tuple[list[dict[str, list[int]]], str]:
+    """The first documents that fit into `max_tokens`, and a line that says what was taken.
 
     A document that does not fit is skipped, unless none fits: then the first one is truncated.
 
     Raises:
-        ValueError: there are no documents, or a line is not JSON or not a document.
+        ValueError: a feature is not a document.
     """
-    documents = prepare_documents(load_features(path), tokenizer=tokenizer).documents
+    documents = prepare_documents(features, tokenizer=tokenizer).documents
     chosen, room = [], max_tokens
     for document in documents:
         if len(document) <= room:
             chosen.append(document)
             room -= len(document)
-    what = f"{len(chosen)} of {len(documents)} documents of {path} fit into {max_tokens:,} tokens"
+    what = f"{len(chosen)} of {len(documents)} documents fit into {max_tokens:,} tokens"
     if not chosen:
         chosen = [documents[0].cut(0, max_tokens)]
-        what = f"No document of {path} has at most {max_tokens:,} tokens: the first one ({len(documents[0]):,}) is cut"
+        what = f"No document has at most {max_tokens:,} tokens: the first one ({len(documents[0]):,}) is cut"
     return [{"input_ids": d.input_ids.tolist(), "labels": d.labels.tolist()} for d in chosen], what
 
 
@@ -81,6 +86,24 @@ def random_documents(lengths: Sequence[int], *, vocab_size: int, seed: int) -> l
     """Documents of random tokens, every token a target."""
     generator = torch.Generator().manual_seed(seed)
     return [{"input_ids": torch.randint(vocab_size, (n,), generator=generator).tolist()} for n in lengths]
+
+
+def whole_sample(documents: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
+    """All documents one after the other, int64 [1, num_tokens]; positions restart, targets never cross a border.
+
+    >>> batch = whole_sample([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
+    >>> batch["position_ids"].tolist(), batch["shift_labels"].tolist()
+    ([[0, 1, 2, 0, 1]], [[6, 7, -100, 9, -100]])
+    """
+    columns: dict[str, list[int]] = {"input_ids": [], "position_ids": [], "labels": [], "shift_labels": []}
+    for document in documents:
+        ids = [int(token) for token in document["input_ids"]]
+        labels = [int(label) for label in document.get("labels", ids)]
+        columns["input_ids"] += ids
+        columns["position_ids"] += range(len(ids))
+        columns["labels"] += labels
+        columns["shift_labels"] += [*labels[1:], IGNORE_INDEX]
+    return {name: torch.tensor([values], dtype=torch.int64) for name, values in columns.items()}
 
 
 def _truncate(config: PreTrainedConfig, layers: int | None) -> None:

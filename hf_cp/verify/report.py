@@ -6,15 +6,14 @@ All processes get the same report, and so the same verdict: that of the process 
 from __future__ import annotations
 
 import dataclasses
-import math
-import pickle
-import sys
 from dataclasses import dataclass
 
-from hf_cp.distributed.mesh import ContextParallelMesh
-from hf_cp.distributed.reduce import gather_over_world, sum_over_world
+import torch
+
 from hf_cp.output import OK, PROBLEM, Table, Verdict, to_json
-from hf_cp.verify.errors import excess
+from hf_cp.verify.compare import EXACT, Comparison, Settings
+from hf_cp.verify.errors import Worst, excess
+from hf_cp.verify.runs import Sample
 
 
 @dataclass(frozen=True)
@@ -43,13 +42,13 @@ class Check:
 class VerifyReport:
     """What both runs gave, how far apart they are and how far they may be.
 
-    `cp1` is one process with the untouched model on the whole row (in fp32 if the weights are bf16 or fp16), `cpN` the
-    group. The relative error of a tensor is max|difference| / max|reference|.
+    `cp1` is one process with the untouched model on the whole sample (in fp32 if the weights are bf16 or fp16), `cpN`
+    the group. The relative error of a tensor is max|difference| / max|reference|.
 
     Args:
         cp_size, ring_degree, ulysses_degree, world_size (`int`): the processes.
         dtype (`str`): of the weights.
-        document_lengths (`tuple[int, ...]`): of the row.
+        document_lengths (`tuple[int, ...]`): of the sample.
         num_parameters (`int`): trainable ones, each of which was compared.
         step_losses_cp1, step_losses_cpN (`tuple[float, ...]`): by optimizer step; `loss_...` is the first.
         loss_drift (`float`): signed mean of the relative differences of the losses.
@@ -100,6 +99,12 @@ class VerifyReport:
             f"gradient {self.worst_gradient_name}. {self.diagnosis}".rstrip(),
         )
 
+    @property
+    def severity(self) -> tuple[int, float]:
+        """Orders the reports of several processes: comparisons that fail, and the largest `difference / allowed`."""
+        failed = sum(not check.ok for check in self.checks)
+        return failed, max(excess(check.difference, check.allowed) for check in self.checks)
+
     def to_json(self) -> str:
         """All fields and the verdict as a JSON object."""
         return to_json({**dataclasses.asdict(self), "passed": self.passed})
@@ -108,8 +113,8 @@ class VerifyReport:
         """One row for each check."""
         size, unit = f"cp {self.cp_size}", "process" if self.cp_size == 1 else "processes"
         title = (
-            f"{len(self.document_lengths)} documents, {sum(self.document_lengths):,} tokens in one row, {self.dtype}; "
-            f"the untouched model in 1 process against {self.cp_size} {unit} "
+            f"{len(self.document_lengths)} documents, {sum(self.document_lengths):,} tokens in one packed sample, "
+            f"{self.dtype}; the untouched model in 1 process against {self.cp_size} {unit} "
             f"(ring {self.ring_degree} x Ulysses {self.ulysses_degree})"
         )
         rows = [
@@ -123,18 +128,72 @@ class VerifyReport:
         return f"{self.comparison().text()}\n{self.verdict}"
 
 
-def worst_of_all_processes(report: VerifyReport, mesh: ContextParallelMesh) -> VerifyReport:
-    """The report of the process that is farthest off, on every process. All must call it."""
-    failed = sum(not check.ok for check in report.checks)
-    worst = max(excess(check.difference, check.allowed) for check in report.checks)
-    by_rank = gather_over_world([failed, min(worst, sys.float_info.max)], mesh=mesh)
-    source = max(range(len(by_rank)), key=by_rank.__getitem__)
-    content = list(pickle.dumps(report)) if mesh.rank == source else []
-    (size,) = sum_over_world([len(content)], mesh=mesh)
-    # all others add zeros, so the sum is the content
-    return pickle.loads(bytes(sum_over_world(content or [0] * size, mesh=mesh)))
+def build_report(sample: Sample, found: Comparison, settings: Settings) -> VerifyReport:
+    """The numbers of this process and its checks, without a diagnosis."""
+    return VerifyReport(
+        cp_size=sample.mesh.cp_size,
+        ring_degree=sample.mesh.ring_size,
+        ulysses_degree=sample.mesh.ulysses_size,
+        world_size=sample.mesh.world_size,
+        dtype=str(sample.dtype).removeprefix("torch."),
+        document_lengths=sample.layout.doc_lengths,
+        num_parameters=len(sample.parameters),
+        num_targets_cp1=sample.num_targets,
+        num_targets_cpN=found.num_targets,
+        loss_cp1=found.reference.losses[0],
+        loss_cpN=found.group.losses[0],
+        grad_norm_cp1=found.reference.grad_norm,
+        grad_norm_cpN=found.group.grad_norm,
+        worst_gradient_relative_error=found.gradient.error,
+        worst_gradient_name=found.gradient.name,
+        step_losses_cp1=found.reference.losses,
+        step_losses_cpN=found.group.losses,
+        loss_drift=found.errors.loss_drift,
+        worst_update_relative_error=found.update.error,
+        worst_update_name=found.update.name,
+        update_drift=found.errors.update_drift,
+        checks=(*_checks(sample, found, settings), *_own_code_checks(sample, found, settings)),
+    )
 
 
-def apart(errors: list[float]) -> float:
-    """How far the largest is from the smallest; NaN if one is NaN."""
-    return math.nan if any(map(math.isnan, errors)) else max(errors) - min(errors)
+def _checks(sample: Sample, found: Comparison, settings: Settings) -> list[Check]:
+    """The group against the untouched model."""
+    allowed, errors = found.allowed, found.errors
+    first, second = sample.num_targets, found.num_targets
+    losses = zip(found.reference.losses, found.group.losses, errors.losses, strict=True)
+    norms = (f"{found.reference.grad_norm:.7f}", f"{found.group.grad_norm:.7f}")
+    leaked = sum(leak.others + leak.past for leak in found.leaks)
+    blind = sum(not leak.reached for leak in found.leaks)
+    steps = f"{settings.steps} step{'s' if settings.steps > 1 else ''}"
+    drift = errors.update_drift
+    return [
+        Check("targets", f"{first:,}", f"{second:,}", float(abs(first - second)), 0.0),
+        Check("logits of every token", "", "", float(found.logits.max()), allowed.logits),
+        *(Check(f"loss, step {number}", f"{cp1:.7f}", f"{cpn:.7f}", error, allowed.loss)
+          for number, (cp1, cpn, error) in enumerate(losses, 1)),
+        Check("gradient norm", *norms, errors.grad_norm, allowed.grad_norm),
+        Check(f"worst of {len(sample.parameters)} gradients", "", "", found.gradient.error, found.gradient.allowed),
+        Check(f"worst update after {steps}", "", "", found.update.error, found.update.allowed),
+        Check("drift of all updates", "", f"{drift:+.1e}", abs(drift), allowed.update_drift),
+        Check(f"processes apart after {steps}", "", "", found.apart.distance, 0.0),
+        Check("tokens that see what they must not", "0", str(leaked), float(leaked), 0.0),
+        Check("probes that see nothing", "0", str(blind), float(blind), 0.0),
+    ]  # fmt: skip
+
+
+def _own_code_checks(sample: Sample, found: Comparison, settings: Settings) -> list[Check]:
+    """Our code in one process: against the untouched model, and against the group (without the same loss cast)."""
+    alone = Worst.of(found.alone_gradients, found.allowed.gradients)
+    checks = [
+        Check("our code in 1 process: logits", "", "", float(found.alone_logits.max()), found.allowed.logits),
+        Check("our code in 1 process: gradients", "", "", alone.error, alone.allowed),
+    ]
+    if sample.is_low:  # the order of a sum shows in 16 bits
+        return checks
+    is_exact = sample.dtype == torch.float64
+    allowed_loss, allowed = (EXACT, EXACT) if is_exact else (settings.loss_tolerance, settings.gradient_tolerance)
+    return [
+        *checks,
+        Check("our code, split: loss", "", "", found.split_loss, allowed_loss),
+        Check("our code, split: gradients", "", "", max(found.split_gradients.values()), allowed),
+    ]

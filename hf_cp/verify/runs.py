@@ -1,11 +1,11 @@
-"""One packed row, computed in three ways from the same parameters.
+"""What is compared: one packed sample, computed in three ways from the same parameters.
 
-    untouched   the Hugging Face model with its own attention and loss, the whole row, in every process
-    alone       our attention and loss, the whole row, in every process (what `force=True` runs)
+    untouched   the Hugging Face model with its own attention and loss, the whole sample, in every process
+    alone       our attention and loss, the whole sample, in every process (what `force=True` runs)
     group       our attention and loss, each process on its share; losses and gradients are summed over the group
 
-`untouched` shares no code with what is tested: its row is built here, from the documents, with a few lines. Invariant:
-whatever a run changes (parameters, gradients, modes, dropout, precision) is put back exactly.
+`untouched` shares no code with what is tested: its batch is built here, from the documents, with a few lines.
+Invariant: whatever a run changes (parameters, gradients, modes, dropout, precision, the patch) is put back exactly.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from hf_cp.config import IGNORE_INDEX
+from hf_cp.config import IGNORE_INDEX, ContextParallelConfig
 from hf_cp.data.collator import DataCollatorForContextParallel
 from hf_cp.distributed.collectives import sum_over_cp
 from hf_cp.distributed.mesh import ContextParallelMesh
-from hf_cp.models.patch import ContextParallelState, context_parallel_disabled, context_parallel_state
+from hf_cp.models.patch import context_parallel_disabled, context_parallel_state, running_as
 from hf_cp.sequence.layout import SequenceLayout
+from hf_cp.verify.inputs import whole_sample
 
 ZERO_INIT_STD = 0.02  # spread of the random numbers that replace all-zero trainable parameters
 FP16_LOSS_SCALE = 1024.0
@@ -34,31 +35,38 @@ Gradients = dict[str, torch.Tensor]
 Step = Callable[[], tuple[float, Gradients]]  # one forward and backward pass: loss and gradients
 
 
+class Alone(NamedTuple):
+    """What our code computes in one process: loss, gradients and logits [num_tokens, vocabulary]."""
+
+    loss: float
+    gradients: Gradients
+    logits: torch.Tensor
+
+
 @dataclass(frozen=True)
-class Row:
-    """One row, ready to be computed: `whole` by the untouched model, `unsplit` and `share` by ours.
+class Sample:
+    """One packed sample, ready to be computed: `whole` by the untouched model, `unsplit` and `share` by ours.
 
     Args:
-        model (`torch.nn.Module`): patched, or (only `untouched` works then) not.
+        model (`torch.nn.Module`): patched.
         parameters (`dict`): name -> trainable parameter.
-        whole (`dict`): the row as the untouched model takes it, int64 [1, num_tokens] each.
-        num_targets (`int`): of the whole row.
+        whole (`dict`): the sample as the untouched model takes it, int64 [1, num_tokens] each.
+        num_targets (`int`): of the whole sample.
         unsplit, share (`dict`): the collator's batch for one process, and that of this process in the group.
-        mesh, alone_mesh (`ContextParallelMesh`): of the group, and of one process.
+        unsplit_config (`ContextParallelConfig`): the settings of the group, for one process.
     """
 
     model: torch.nn.Module
     parameters: dict[str, torch.nn.Parameter]
     whole: dict[str, torch.Tensor]
     num_targets: int
-    unsplit: dict[str, Any] | None = None
-    share: dict[str, Any] | None = None
-    mesh: ContextParallelMesh | None = None
-    alone_mesh: ContextParallelMesh | None = None
+    unsplit: dict[str, Any]
+    share: dict[str, Any]
+    unsplit_config: ContextParallelConfig
 
     @classmethod
-    def of(cls, model: torch.nn.Module, documents: Sequence[Mapping[str, Sequence[int]]]) -> Row:
-        """All documents in one row. All processes must call it.
+    def of(cls, model: torch.nn.Module, documents: Sequence[Mapping[str, Sequence[int]]]) -> Sample:
+        """All documents in one sample. All processes must call it.
 
         Raises:
             ValueError: the model is wrapped or has nothing to train, or the documents hold no target.
@@ -66,28 +74,19 @@ class Row:
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         check_parameters(parameters)
         device = next(iter(parameters.values())).device
-        whole = whole_row(documents)
+        whole = whole_sample(documents)
         num_targets = int(count_targets(whole))
         if not num_targets:
             raise ValueError(
                 f"None of the {len(documents)} documents has a target.\n"
                 "  Give documents of at least two tokens, with labels that are not all -100."
             )
-        row = cls(model, parameters, to_device(whole, device), num_targets)
-        state = context_parallel_state(model)
-        if state is None:
-            return row
+        state, features = context_parallel_state(model), [dict(document) for document in documents]
         config = dataclasses.replace(state.config, ring_degree=1, ulysses_degree=1, force=True)
-        features = [dict(document) for document in documents]
         unsplit = DataCollatorForContextParallel(config, cp_rank=0)(features)
         share = DataCollatorForContextParallel(state.config, cp_rank=state.mesh.cp_rank)(features)
-        return dataclasses.replace(
-            row,
-            unsplit=to_device(unsplit, device),
-            share=to_device(share, device),
-            mesh=state.mesh,
-            alone_mesh=ContextParallelMesh(config, state.mesh.device_type),
-        )
+        whole, unsplit, share = (to_device(batch, device) for batch in (whole, unsplit, share))
+        return cls(model, parameters, whole, num_targets, unsplit, share, config)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -96,27 +95,30 @@ class Row:
         return next((d for d in (*LOW_PRECISION, torch.float32) if d in found), torch.float64)
 
     @property
+    def is_low(self) -> bool:
+        """Whether some weights have 16 bits."""
+        return self.dtype in LOW_PRECISION
+
+    @property
     def layout(self) -> SequenceLayout:
         """Of the group."""
         return self.share["hf_cp_layout"]
 
+    @property
+    def mesh(self) -> ContextParallelMesh:
+        """Of the group."""
+        return context_parallel_state(self.model).mesh
+
+    @property
+    def targets(self) -> torch.Tensor:
+        """int64 [num_tokens]: the next token of each, -100 where there is no target."""
+        return self.whole["shift_labels"][0]
+
     def untouched(self) -> tuple[float, Gradients]:
-        """Loss and gradients of the untouched model on the whole row."""
+        """Loss and gradients of the untouched model on the whole sample."""
         with context_parallel_disabled(self.model):
             loss = self.model(**self.whole, num_items_in_batch=self.num_targets, use_cache=False).loss
             return float(loss.detach()), self._gradients(loss)
-
-    def alone(self) -> tuple[float, Gradients]:
-        """Loss and gradients of our attention and loss on the whole row, in one process."""
-        with self._unsplit():
-            loss = self.model(**self.unsplit, num_items_in_batch=self.num_targets).loss
-            return float(loss.detach()), self._gradients(loss)
-
-    def group(self) -> tuple[float, Gradients]:
-        """The same from the group: every process computes its part of the sums, and the parts are added up."""
-        part = self.model(**self.share, num_items_in_batch=self.num_targets).loss
-        gradients = {name: sum_over_cp(g, self.mesh) for name, g in self._gradients(part).items()}
-        return float(sum_over_cp(part.double(), self.mesh)), gradients
 
     @torch.no_grad()
     def untouched_logits(self) -> torch.Tensor:
@@ -125,11 +127,21 @@ class Row:
         with context_parallel_disabled(self.model):
             return self.model(**inputs, use_cache=False).logits[0]
 
-    @torch.no_grad()
-    def alone_logits(self) -> torch.Tensor:
-        """[num_tokens, vocabulary]: one process holds the row in its order."""
-        with self._unsplit():
-            return self.model(**_inputs(self.unsplit)).logits[0][: self.layout.num_tokens]
+    def alone(self) -> Alone:
+        """Our attention and loss on the whole sample, in one process, which holds it in its order."""
+        mesh = ContextParallelMesh(self.unsplit_config, self.mesh.device_type)
+        with running_as(self.model, self.unsplit_config, mesh):
+            loss = self.model(**self.unsplit, num_items_in_batch=self.num_targets).loss
+            gradients = self._gradients(loss)
+            with torch.no_grad():
+                logits = self.model(**_inputs(self.unsplit)).logits[0][: self.layout.num_tokens]
+        return Alone(float(loss.detach()), gradients, logits)
+
+    def group(self) -> tuple[float, Gradients]:
+        """Loss and gradients of the group: every process computes its part of the sums, and the parts are added up."""
+        part = self.model(**self.share, num_items_in_batch=self.num_targets).loss
+        gradients = {name: self.sum_over_group(g) for name, g in self._gradients(part).items()}
+        return float(self.sum_over_group(part.double())), gradients
 
     @torch.no_grad()
     def group_logits(self, **changes: torch.Tensor) -> torch.Tensor:
@@ -141,15 +153,20 @@ class Row:
         """[local slots]"""
         return self.model(**self.share, num_items_in_batch=self.num_targets).token_losses
 
-    def in_row_order(self, values: torch.Tensor) -> torch.Tensor:
-        """`values` [local slots] of all processes of the group as fp64 [num_tokens], in the order of the row.
+    def sum_over_group(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over the processes that share the sample."""
+        return sum_over_cp(tensor, self.mesh)
+
+    def in_order(self, values: torch.Tensor) -> torch.Tensor:
+        """`values` [local slots] of all processes of the group as fp64 [num_tokens], in the order of the sample.
 
         A token that several processes hold is added up, one that none holds is 0; padding is dropped.
         """
         slots = self.layout.indices(self.mesh.cp_rank).to(values.device)
-        row = torch.zeros(self.layout.num_tokens + 1, dtype=torch.float64, device=values.device)
-        row.index_add_(0, slots.where(slots >= 0, self.layout.num_tokens), values.double())
-        return sum_over_cp(row, self.mesh)[:-1]
+        total = torch.zeros(self.layout.num_tokens + 1, dtype=torch.float64, device=values.device)
+        # padding has the index -1: it goes to the last place, which is cut off
+        total.index_add_(0, slots.where(slots >= 0, self.layout.num_tokens), values.double())
+        return self.sum_over_group(total)[:-1]
 
     def _gradients(self, loss: torch.Tensor) -> Gradients:
         """The gradients of one backward pass, in fp32 or better: parts of one gradient are summed in fp32.
@@ -166,17 +183,6 @@ class Row:
             found[name] = torch.zeros_like(p, dtype=wide) if p.grad is None else p.grad.to(wide) / scale
             p.grad = None
         return found
-
-    @contextlib.contextmanager
-    def _unsplit(self) -> Iterator[None]:
-        """The patched model works on whole rows, in one process."""
-        state: ContextParallelState = context_parallel_state(self.model)
-        config, mesh = state.config, state.mesh
-        state.config, state.mesh = self.alone_mesh.config, self.alone_mesh
-        try:
-            yield
-        finally:
-            state.config, state.mesh = config, mesh
 
 
 @dataclass(frozen=True)
@@ -270,24 +276,6 @@ def without_rope(decoder: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-def whole_row(documents: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
-    """All documents one after the other, int64 [1, num_tokens]; positions restart, targets never cross a border.
-
-    >>> row = whole_row([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
-    >>> row["position_ids"].tolist(), row["shift_labels"].tolist()
-    ([[0, 1, 2, 0, 1]], [[6, 7, -100, 9, -100]])
-    """
-    columns: dict[str, list[int]] = {"input_ids": [], "position_ids": [], "labels": [], "shift_labels": []}
-    for document in documents:
-        ids = [int(token) for token in document["input_ids"]]
-        labels = [int(label) for label in document.get("labels", ids)]
-        columns["input_ids"] += ids
-        columns["position_ids"] += range(len(ids))
-        columns["labels"] += labels
-        columns["shift_labels"] += [*labels[1:], IGNORE_INDEX]
-    return {name: torch.tensor([values], dtype=torch.int64) for name, values in columns.items()}
 
 
 def count_targets(batch: Mapping[str, Any]) -> torch.Tensor:

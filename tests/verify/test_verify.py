@@ -5,18 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from hf_cp.config import ContextParallelConfig
-from hf_cp.models.patch import apply_context_parallel
+from hf_cp.models.patch import apply_context_parallel, context_parallel_state
 from hf_cp.verify import VerifyReport, verify_context_parallel
 from hf_cp.verify.report import Check
 from tests.models.tiny import tiny_model
 from tests.verify import verify_cases as cases
-from tests.verify.verify_cases import LENGTHS, RING2, ULYSSES2, documents, lora_model, verify
+from tests.verify.verify_cases import LENGTHS, RING2, ULYSSES2, documents, full_model, lora_model, verify
 
 GRID = ContextParallelConfig(ring_degree=2, ulysses_degree=2)
 DTYPES = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float16: 0.01}
@@ -28,15 +29,55 @@ def check(report: VerifyReport, name: str) -> Check:
     return found
 
 
-def all_dtypes(config: ContextParallelConfig, lora: bool) -> list[VerifyReport]:
-    return [verify(config, dtype, lora=lora, steps=3 if dtype == torch.float64 else 2) for dtype in DTYPES]
+class Verified(NamedTuple):
+    """A report, and what the model was before and after."""
+
+    report: VerifyReport
+    before: dict
+    after: dict
+    grads_are_back: bool
+
+
+def verified(config: ContextParallelConfig, dtype: torch.dtype, lora: bool) -> Verified:
+    model = (lora_model if lora else full_model)(config, dtype).eval()
+    next(m for name, m in model.named_modules() if name.endswith("layers.0")).train()  # a mixed state, to be put back
+    kept = next(p for p in model.parameters() if p.requires_grad)
+    kept.grad = torch.ones_like(kept)
+    before = snapshot(model)
+    report = verify_context_parallel(model, documents(), steps=3 if dtype == torch.float64 else 2)
+    others = [p.grad for p in model.parameters() if p is not kept]
+    grads_are_back = bool((kept.grad == 1).all()) and all(grad is None for grad in others)
+    return Verified(report, before, snapshot(model), grads_are_back)
+
+
+def snapshot(model: torch.nn.Module) -> dict:
+    return {
+        "weights": {name: tensor.clone() for name, tensor in model.state_dict().items()},
+        "training": [module.training for module in model.modules()],
+        "dropout": [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)],
+        "attention": model.config._attn_implementation,
+        "patch": id(context_parallel_state(model)),
+    }
+
+
+def verified_in_all_dtypes(config: ContextParallelConfig, lora: bool) -> list[Verified]:
+    return [verified(config, dtype, lora) for dtype in DTYPES]
+
+
+@pytest.fixture(scope="module", params=[(RING2, True), (ULYSSES2, False)], ids=["ring-lora", "ulysses-full"])
+def correct_runs(request, world2) -> tuple[bool, list[dict[torch.dtype, Verified]]]:
+    """Whether there are adapters, and by rank what was found in each dtype."""
+    config, lora = request.param
+    by_rank = world2.run(verified_in_all_dtypes, config, lora)
+    return lora, [dict(zip(DTYPES, found, strict=True)) for found in by_rank]
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("config", "lora"), [(RING2, True), (ULYSSES2, False)], ids=["ring-lora", "ulysses-full"])
-def test_passes_on_a_correct_run(world2, config, lora):
-    for reports in world2.run(all_dtypes, config, lora):
-        for report, (dtype, largest) in zip(reports, DTYPES.items(), strict=True):
+def test_passes_on_a_correct_run(correct_runs):
+    lora, by_rank = correct_runs
+    for found in by_rank:
+        for dtype, largest in DTYPES.items():
+            report = found[dtype].report
             assert report.passed and not report.cause, report.table()
             assert report.cp_size == 2 and report.dtype == str(dtype).removeprefix("torch.")
             assert report.num_targets_cp1 == report.num_targets_cpN == sum(LENGTHS) - len(LENGTHS)
@@ -46,12 +87,27 @@ def test_passes_on_a_correct_run(world2, config, lora):
             assert report.worst_gradient_relative_error < max(largest, 1e-5)
             assert len(set(report.step_losses_cp1)) > 1  # the steps did move the model
             assert json.loads(report.to_json())["passed"] is True
-        exact = reports[0]
+        exact = found[torch.float64].report
         assert len(exact.step_losses_cp1) == len(exact.step_losses_cpN) == 3
         assert check(exact, "our code, split: gradients").difference < 1e-12
         assert check(exact, "our code, split: gradients").allowed == 1e-10
-        narrow = reports[2]  # bf16: twice the untouched model's own error, which is not zero
+        narrow = found[torch.bfloat16].report  # twice the untouched model's own error, which is not zero
         assert narrow.worst_gradient_relative_error > 1e-4 and check(narrow, "logits").allowed < 0.1
+
+
+@pytest.mark.distributed
+def test_puts_everything_back(correct_runs):
+    lora, by_rank = correct_runs
+    for found in by_rank:
+        for dtype, (_, before, after, grads_are_back) in found.items():
+            assert grads_are_back
+            lora_b = [tensor for name, tensor in after["weights"].items() if "lora_B" in name]
+            assert len(lora_b) == 14 * lora and not any(tensor.any() for tensor in lora_b)
+            assert before["weights"].keys() == after["weights"].keys()
+            assert all(torch.equal(tensor, after["weights"][name]) for name, tensor in before["weights"].items())
+            assert {tensor.dtype for tensor in after["weights"].values()} == {dtype}
+            assert all(before[key] == after[key] for key in ("training", "dropout", "attention", "patch"))
+            assert 0 < sum(after["training"]) < len(after["training"])
 
 
 @pytest.mark.distributed
@@ -66,46 +122,15 @@ def test_one_process_with_our_kernels_passes():
     assert found.num_parameters == 21
 
 
-# The model comes back as it was
-
-
-def snapshot(model: torch.nn.Module) -> dict:
-    return {
-        "state": {name: tensor.clone() for name, tensor in model.state_dict().items()},
-        "training": [module.training for module in model.modules()],
-        "dropout": [module.p for module in model.modules() if isinstance(module, torch.nn.Dropout)],
-        "attention": model.config._attn_implementation,
-    }
-
-
-def model_before_and_after(dtype: torch.dtype) -> tuple[dict, dict, bool]:
-    model = lora_model(RING2, dtype).eval()
-    model.get_submodule("base_model.model.model.layers.0").train()  # a mixed state, to see that it comes back
-    kept = next(p for p in model.parameters() if p.requires_grad)
-    kept.grad = torch.ones_like(kept)
-    before = snapshot(model)
-    assert verify_context_parallel(model, documents()).passed
-    others = [p.grad for p in model.parameters() if p is not kept]
-    grads_are_back = bool((kept.grad == 1).all()) and all(grad is None for grad in others)
-    return before, snapshot(model), grads_are_back
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_puts_everything_back(world2, dtype):
-    for before, after, grads_are_back in world2.run(model_before_and_after, dtype):
-        assert grads_are_back
-        lora_b = [tensor for name, tensor in after["state"].items() if "lora_B" in name]
-        assert len(lora_b) == 14 and not any(tensor.any() for tensor in lora_b)
-        assert before["state"].keys() == after["state"].keys()
-        assert all(torch.equal(tensor, after["state"][name]) for name, tensor in before["state"].items())
-        assert {tensor.dtype for tensor in after["state"].values()} == {dtype}
-        assert all(before[key] == after[key] for key in ("training", "dropout", "attention"))
-
-
 # Planted faults: every one fails, with its cause
 
 CONTIGUOUS2 = dataclasses.replace(RING2, layout="contiguous")
+
+
+def with_comm(ring_comm: str) -> ContextParallelConfig:
+    return dataclasses.replace(RING2, ring_comm=ring_comm)
+
+
 FAULTS = [
     # world, config, fault, full or LoRA, cause, words of the message
     (2, RING2, cases.loss_times_cp_size, True, "loss_scale", "cp_size times too large (by 2)"),
@@ -117,7 +142,7 @@ FAULTS = [
     (2, RING2, cases.local_means, False, "loss_reduction", "unequal weights"),
     (2, CONTIGUOUS2, cases.local_positions, True, "positions", "RoPE"),
     (2, RING2, cases.one_wrong_position, True, "positions", "position_ids"),
-    (2, RING2, cases.lost_target, True, "targets", "49 in the row, 48 in the group"),
+    (2, RING2, cases.lost_target, True, "targets", "49 in the sample, 48 in the group"),
     (2, RING2, cases.wrong_label, True, "labels", "the losses of 1 tokens are not"),
     (2, ULYSSES2, cases.labels_shifted_after_sharding, True, "labels_at_edges", "shifted after sharding"),
     (2, RING2, cases.labels_shifted_after_sharding, True, "labels_at_edges", "shifted after sharding"),
@@ -137,8 +162,29 @@ FAULTS = [
 ]
 
 
+CUT = (64, 8, 8)  # the layout cuts the long document and keeps the short ones whole
+MORE_FAULTS = [  # the same for other engines, documents and types: name, config, fault, dtype, document lengths
+    ("cut", RING2, cases.dropped_remote_keys, torch.float32, CUT),
+    ("p2p", RING2, cases.dropped_remote_gradients, torch.float32, LENGTHS),
+    ("exchange", with_comm("exchange"), cases.dropped_remote_gradients, torch.float32, LENGTHS),
+    ("allgather", with_comm("allgather"), cases.dropped_remote_gradients, torch.float32, LENGTHS),
+    ("bf16 scale", CONTIGUOUS2, cases.loss_times_cp_size, torch.bfloat16, LENGTHS),
+    ("bf16 positions", CONTIGUOUS2, cases.local_positions, torch.bfloat16, LENGTHS),
+    ("bf16 gradients", CONTIGUOUS2, cases.dropped_remote_gradients, torch.bfloat16, LENGTHS),
+]
+
+
 def planted(faults: list[tuple]) -> list[VerifyReport]:
-    return [verify(config, fault=fault, lora=not is_full, steps=2) for config, fault, is_full in faults]
+    """Only the fault that begins with the second step needs two."""
+    late = cases.wrong_from_the_second_step_on
+    return [verify(c, fault=f, lora=not is_full, steps=2 if f is late else 1) for c, f, is_full in faults]
+
+
+def planted_elsewhere() -> list[VerifyReport]:
+    return [
+        verify(config, dtype, fault=fault, lora=fault is cases.dropped_remote_keys, lengths=lengths, steps=1)
+        for _, config, fault, dtype, lengths in MORE_FAULTS
+    ]
 
 
 @pytest.mark.distributed
@@ -147,53 +193,31 @@ def test_names_the_cause_of_a_planted_fault(request, size):
     chosen = [fault for fault in FAULTS if fault[0] == size]
     world = request.getfixturevalue(f"world{size}")
     first, *others = world.run(planted, [fault[1:4] for fault in chosen], timeout=100)
-    assert others == [first] * (size - 1)  # all processes say the same
+    assert others == [first] * (size - 1)  # all processes say the same, also where one of two groups has the fault
     for report, (_, _, fault, _, cause, words) in zip(first, chosen, strict=True):
         assert not report.passed, fault.__name__
         assert (report.cause, words in report.diagnosis) == (cause, True), f"{fault.__name__}:\n{report.table()}"
         assert str(report.verdict).startswith("FAILED: ") and report.diagnosis in report.table()
+        if fault is cases.wrong_sum_on_one_rank:  # the numbers are those of the process that has it
+            assert report.worst_gradient_relative_error == pytest.approx(0.01, rel=1e-3)
+            assert report.update_drift == pytest.approx(0.01, rel=1e-3)
 
 
 @pytest.mark.distributed
-def test_names_the_documents_that_are_cut(world2):
-    """The layout cuts the long document and keeps the short ones whole: K/V of others matter to the first only."""
-    for report in world2.run(verify, RING2, fault=cases.dropped_remote_keys, lengths=(64, 8, 8)):
-        assert report.cause == "cut_documents" and "documents 0, exactly the ones" in report.diagnosis, report.table()
-
-
-def gradients_lost(ring_comm: str) -> VerifyReport:
-    config = dataclasses.replace(RING2, ring_comm=ring_comm)
-    return verify(config, fault=cases.dropped_remote_gradients, lora=False)
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("ring_comm", ["p2p", "exchange", "allgather"])
-def test_names_gradients_that_do_not_come_home(world2, ring_comm):
-    for report in world2.run(gradients_lost, ring_comm):
-        assert report.cause == "kv_gradients" and "must come home" in report.table(), report.table()
-        assert report.worst_gradient_relative_error > 10 * 1e-4
-        assert report.loss_cpN == pytest.approx(report.loss_cp1, rel=1e-6)  # only gradients can show it
-        assert check(report, "logits").ok and not check(report, "worst of").ok
-
-
-def faults_in_bf16() -> list[VerifyReport]:
-    faults = (cases.loss_times_cp_size, cases.local_positions, cases.dropped_remote_gradients)
-    return [verify(CONTIGUOUS2, torch.bfloat16, fault=fault, lora=False) for fault in faults]
-
-
-@pytest.mark.distributed
-def test_names_causes_in_bf16(world2):
-    for reports in world2.run(faults_in_bf16):
-        assert [report.cause for report in reports] == ["loss_scale", "positions", "kv_gradients"]
-
-
-@pytest.mark.distributed
-def test_all_processes_reach_the_same_verdict(world4):
-    """One of two groups has a fault, on one of its processes: all four fail, with the same numbers."""
-    first, *others = world4.run(verify, RING2, torch.float32, fault=cases.wrong_sum_on_one_rank)
-    assert not first.passed and first.worst_gradient_relative_error == pytest.approx(0.01, rel=1e-3)
-    assert first.update_drift == pytest.approx(0.01, rel=1e-3)
-    assert others == [first] * 3
+def test_names_causes_with_every_engine_and_in_bf16(world2):
+    for reports in world2.run(planted_elsewhere, timeout=100):
+        found = {name: report for (name, *_), report in zip(MORE_FAULTS, reports, strict=True)}
+        # K/V of others matter to the long document only
+        cut = found["cut"]
+        assert cut.cause == "cut_documents" and "documents 0, exactly the ones" in cut.diagnosis, cut.table()
+        for ring_comm in ("p2p", "exchange", "allgather"):
+            lost = found[ring_comm]
+            assert lost.cause == "kv_gradients" and "must come home" in lost.table(), lost.table()
+            assert lost.worst_gradient_relative_error > 10 * 1e-4
+            assert lost.loss_cpN == pytest.approx(lost.loss_cp1, rel=1e-6)  # only gradients can show it
+            assert check(lost, "logits").ok and not check(lost, "worst of").ok
+        narrow = [found[f"bf16 {name}"].cause for name in ("scale", "positions", "gradients")]
+        assert narrow == ["loss_scale", "positions", "kv_gradients"]
 
 
 # The report
@@ -264,7 +288,7 @@ def nan_everywhere() -> VerifyReport:
 def test_refuses_a_loss_that_is_nan_in_every_process(world2):
     for error in world2.run(nan_everywhere, expect_error=True):
         assert error.type_name == "RuntimeError" and "same model" not in error.message
-        assert "has the loss nan on this row, in each of ranks [0, 1]" in error.message
+        assert "has the loss nan on this sample, in each of ranks [0, 1]" in error.message
 
 
 def test_refuses_what_it_cannot_compare():

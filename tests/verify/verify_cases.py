@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from unittest import mock
@@ -11,19 +10,18 @@ from unittest import mock
 import torch
 from peft import LoraConfig, get_peft_model
 
-from hf_cp.attention import allgather, exchange, ring, ulysses
+from hf_cp.attention import allgather, exchange, ring
 from hf_cp.config import ContextParallelConfig
-from hf_cp.data.collator import PackedRow
+from hf_cp.data.collator import DataCollatorForContextParallel
 from hf_cp.models import patch
-from hf_cp.models.patch import apply_context_parallel
+from hf_cp.models.patch import apply_context_parallel, context_parallel_state
 from hf_cp.sequence.layout import SequenceLayout
 from hf_cp.verify import VerifyReport, verify_context_parallel
-from hf_cp.verify import runs as verify_runs
+from hf_cp.verify.runs import Sample
 from tests.models.tiny import VOCAB_SIZE, tiny_model
 
 RING2 = ContextParallelConfig(ring_degree=2)
 ULYSSES2 = ContextParallelConfig(ulysses_degree=2)
-SENDS_GRADIENTS = ("backward", "_send_home", "_start_home")
 LENGTHS = (19, 3, 1, 30)
 
 
@@ -47,130 +45,135 @@ def verify(
     *,
     family: str = "llama",
     lora: bool = True,
-    fault: Callable[[], AbstractContextManager] = nullcontext,
+    fault: Callable[[torch.nn.Module], AbstractContextManager] = nullcontext,
     lengths: tuple[int, ...] = LENGTHS,
     steps: int = 3,
 ) -> VerifyReport:
     """Verifies a tiny model; the fault is planted meanwhile."""
     model = (lora_model if lora else full_model)(config, dtype, family)
-    with fault():
+    with fault(model):
         return verify_context_parallel(model, documents(lengths), steps=steps)
 
 
-# Planted faults: what goes wrong on some or all ranks while the split run is computed
+# Planted faults: what goes wrong on some or all ranks while the split run is computed.
+#
+# Each takes the model and is planted where the package meets the outside: hooks on the model, the collator's batches,
+# the layout, what the model calls as attention, and the transfers that the engines start.
+
+Fault = AbstractContextManager
 
 
-def _scaled_loss(factor: Callable) -> AbstractContextManager:
-    """The local sum over a wrong number of targets; our code in one process is not touched."""
-    original = patch.reduce_losses
+@contextmanager
+def _hooked(model: torch.nn.Module, change_output: Callable | None = None, change_input: Callable | None = None):
+    """Changes what goes into, or comes out of, the model that the group runs; one process runs the right one."""
 
-    def reduce_losses(losses, shift_labels, mesh, **kwargs):
-        return original(losses, shift_labels, mesh, **kwargs) * (factor(mesh) if mesh.cp_size > 1 else 1.0)
+    def is_group(kwargs: dict) -> bool:
+        is_ours = any(name.startswith("hf_cp") for name in kwargs)
+        return is_ours and context_parallel_state(model).mesh.cp_size > 1
 
-    return mock.patch.object(patch, "reduce_losses", reduce_losses)
+    def before(module, args, kwargs):
+        return args, kwargs | change_input(kwargs) if change_input and is_group(kwargs) else kwargs
 
+    def after(module, args, kwargs, output):
+        if change_output and is_group(kwargs) and "shift_labels" in kwargs:
+            output.loss = change_output(output, kwargs["shift_labels"])
+        return output
 
-def loss_times_cp_size() -> AbstractContextManager:
-    return _scaled_loss(lambda mesh: mesh.cp_size)
-
-
-def loss_over_cp_size() -> AbstractContextManager:
-    return _scaled_loss(lambda mesh: 1 / mesh.cp_size)
-
-
-def loss_times_world_size() -> AbstractContextManager:
-    return _scaled_loss(lambda mesh: mesh.world_size)
-
-
-def loss_times_one_and_a_half() -> AbstractContextManager:
-    return _scaled_loss(lambda mesh: 1.5)
-
-
-def loss_times_dp_size() -> AbstractContextManager:
-    return _scaled_loss(lambda mesh: mesh.dp_size)
+    handles = [
+        model.register_forward_pre_hook(before, with_kwargs=True),
+        model.register_forward_hook(after, with_kwargs=True),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
-def wrong_from_the_second_step_on() -> AbstractContextManager:
+def _scaled_loss(model: torch.nn.Module, factor: Callable) -> Fault:
+    """The local sum over a wrong number of targets."""
+    return _hooked(model, lambda output, labels: output.loss * factor(context_parallel_state(model).mesh))
+
+
+def loss_times_cp_size(model) -> Fault:
+    return _scaled_loss(model, lambda mesh: mesh.cp_size)
+
+
+def loss_over_cp_size(model) -> Fault:
+    return _scaled_loss(model, lambda mesh: 1 / mesh.cp_size)
+
+
+def loss_times_world_size(model) -> Fault:
+    return _scaled_loss(model, lambda mesh: mesh.world_size)
+
+
+def loss_times_one_and_a_half(model) -> Fault:
+    return _scaled_loss(model, lambda mesh: 1.5)
+
+
+def loss_times_dp_size(model) -> Fault:
+    return _scaled_loss(model, lambda mesh: mesh.dp_size)
+
+
+def wrong_from_the_second_step_on(model) -> Fault:
     calls = itertools.count()
-    return _scaled_loss(lambda mesh: 1.5 if next(calls) else 1.0)
+    return _scaled_loss(model, lambda mesh: 1.5 if next(calls) else 1.0)
 
 
-def local_means() -> AbstractContextManager:
+def local_means(model) -> Fault:
     """Every rank divides by its own targets, then the means are averaged."""
-    original = patch.reduce_losses
 
-    def reduce_losses(losses, shift_labels, mesh, **kwargs):
-        if mesh.cp_size == 1:
-            return original(losses, shift_labels, mesh, **kwargs)
-        return losses.sum() / (shift_labels != -100).sum().clamp(min=1) / mesh.cp_size
+    def mean(output, shift_labels):
+        num_targets = (shift_labels != -100).sum().clamp(min=1)
+        return output.token_losses.sum() / num_targets / context_parallel_state(model).mesh.cp_size
 
-    return mock.patch.object(patch, "reduce_losses", reduce_losses)
+    return _hooked(model, mean)
+
+
+def constant_ids(model) -> Fault:
+    """The model computes the same ids whatever it is given, as a captured graph whose input is never filled anew."""
+    return _hooked(model, change_input=lambda kwargs: {"input_ids": torch.full_like(kwargs["input_ids"], 5)})
 
 
 @contextmanager
 def _changed_batch(change: Callable[[dict], None], *, cp_rank: int | None = 1) -> Iterator[None]:
     """Rank 1, or every rank, works on a batch that `change` has altered; one process works on the right one."""
-    original = PackedRow.local_batch
+    original = DataCollatorForContextParallel.__call__
 
-    def local_batch(self, rank, **kwargs):
-        batch = original(self, rank, **kwargs)
-        if self.layout.cp_size > 1 and cp_rank in (None, rank):
+    def collate(self, features, **kwargs):
+        batch = original(self, features, **kwargs)
+        if self.config.cp_size > 1 and cp_rank in (None, self.cp_rank):
             change(batch)
         return batch
 
-    with mock.patch.object(PackedRow, "local_batch", local_batch):
+    with mock.patch.object(DataCollatorForContextParallel, "__call__", collate):
         yield
 
 
-def local_positions() -> AbstractContextManager:
+def local_positions(model) -> Fault:
     """What a model does that is given no position_ids: it counts the slots of its shard."""
     return _changed_batch(
         lambda batch: batch.update(position_ids=torch.arange(batch["input_ids"].shape[1]).unsqueeze(0)), cp_rank=None
     )
 
 
-def one_wrong_position() -> AbstractContextManager:
+def one_wrong_position(model) -> Fault:
     return _changed_batch(lambda batch: batch["position_ids"][0, 5].add_(3))
 
 
-def lost_target() -> AbstractContextManager:
+def lost_target(model) -> Fault:
     return _changed_batch(lambda batch: batch["shift_labels"][0, 2].fill_(-100))
 
 
-def wrong_label() -> AbstractContextManager:
+def wrong_label(model) -> Fault:
     return _changed_batch(lambda batch: batch["shift_labels"][0, 2].add_(1))
 
 
-def wrong_token() -> AbstractContextManager:
+def wrong_token(model) -> Fault:
     return _changed_batch(lambda batch: batch["input_ids"][0, 2].add_(1))
 
 
-def token_on_two_ranks() -> AbstractContextManager:
-    """Rank 1 holds a token of rank 0 in place of its own first one."""
-    original = SequenceLayout.indices
-
-    def indices(self, cp_rank: int) -> torch.Tensor:
-        found = original(self, cp_rank)
-        if self.cp_size > 1 and cp_rank == 1:
-            found[0] = original(self, 0)[0]
-        return found
-
-    return mock.patch.object(SequenceLayout, "indices", indices)
-
-
-def constant_ids() -> AbstractContextManager:
-    """The model computes the same ids whatever it is given, as a captured graph whose input is never filled anew."""
-    original = patch.check_batch
-
-    def check_batch(tokens, *others, **kwargs):
-        if others[-1].cp_size > 1:
-            tokens.fill_(5)
-        return original(tokens, *others, **kwargs)
-
-    return mock.patch.object(patch, "check_batch", check_batch)
-
-
-def labels_shifted_after_sharding() -> AbstractContextManager:
+def labels_shifted_after_sharding(model) -> Fault:
     """Each rank shifts the labels of its shard: the last token of every piece gets the label of another place."""
 
     def shift(batch: dict) -> None:
@@ -182,139 +185,139 @@ def labels_shifted_after_sharding() -> AbstractContextManager:
     return _changed_batch(shift, cp_rank=None)
 
 
-def one_document() -> AbstractContextManager:
-    """Attention takes the row for one document (the borders are lost); the layout is contiguous, so slots stay."""
+def token_on_two_ranks(model) -> Fault:
+    """Rank 1 holds a token of rank 0 in place of its own first one."""
+    original = SequenceLayout.indices
+
+    def indices(self, cp_rank: int) -> torch.Tensor:
+        found = original(self, cp_rank).clone()
+        if self.cp_size > 1 and cp_rank == 1:
+            found[0] = original(self, 0)[0]
+        return found
+
+    return mock.patch.object(SequenceLayout, "indices", indices)
+
+
+def _attention(change: Callable, *, in_one_process: bool = False) -> Fault:
+    """Calls `change(attention, q, k, v, **arguments)` in place of the patched model's attention, in the group at least."""
     original = patch.context_parallel_attention
 
-    def attention(q, k, v, *, mesh, layout, **kwargs):
-        if mesh.cp_size > 1:
-            config = ContextParallelConfig(
-                ring_degree=mesh.ring_size, ulysses_degree=mesh.ulysses_size, layout="contiguous"
-            )
-            layout = SequenceLayout([layout.num_tokens], config)
-        return original(q, k, v, mesh=mesh, layout=layout, **kwargs)
+    def attention(q, k, v, *, mesh, **kwargs):
+        if mesh.cp_size == 1 and not in_one_process:
+            return original(q, k, v, mesh=mesh, **kwargs)
+        return change(original, q, k, v, mesh=mesh, **kwargs)
 
     return mock.patch.object(patch, "context_parallel_attention", attention)
 
 
-def not_causal() -> AbstractContextManager:
-    original = patch.context_parallel_attention
-    return mock.patch.object(
-        patch,
-        "context_parallel_attention",
-        lambda q, k, v, *, mesh, **kwargs: original(q, k, v, mesh=mesh, causal=mesh.cp_size == 1, **kwargs),
-    )
+def one_document(model) -> Fault:
+    """Attention takes the sample for one document (the borders are lost); the layout is contiguous, so slots stay."""
+
+    def change(attention, q, k, v, *, layout, **kwargs):
+        degrees = {"ring_degree": layout.ring_degree, "ulysses_degree": layout.ulysses_degree}
+        whole = SequenceLayout([layout.num_tokens], ContextParallelConfig(**degrees, layout="contiguous"))
+        return attention(q, k, v, layout=whole, **kwargs)
+
+    return _attention(change)
 
 
-def wrong_scale() -> AbstractContextManager:
+def not_causal(model) -> Fault:
+    return _attention(lambda attention, q, k, v, **kwargs: attention(q, k, v, **kwargs | {"causal": False}))
+
+
+def wrong_scale(model) -> Fault:
     """The kernel is called with a wrong scale, also in one process."""
-    original = patch.context_parallel_attention
-
-    def attention(q, k, v, *, scale, **kwargs):
-        return original(q, k, v, scale=scale * 1.1, **kwargs)
-
-    return mock.patch.object(patch, "context_parallel_attention", attention)
+    return _attention(_with_wrong_scale, in_one_process=True)
 
 
-def wrong_scale_in_the_group() -> AbstractContextManager:
-    original = patch.context_parallel_attention
-
-    def attention(q, k, v, *, mesh, scale, **kwargs):
-        return original(q, k, v, mesh=mesh, scale=scale * (1.1 if mesh.cp_size > 1 else 1.0), **kwargs)
-
-    return mock.patch.object(patch, "context_parallel_attention", attention)
+def wrong_scale_in_the_group(model) -> Fault:
+    return _attention(_with_wrong_scale)
 
 
-def lost_last_slot() -> AbstractContextManager:
+def _with_wrong_scale(attention, q, k, v, *, scale, **kwargs):
+    return attention(q, k, v, scale=scale * 1.1, **kwargs)
+
+
+def lost_last_slot(model) -> Fault:
     """The last of the two layers loses attention's output in the last slot of every shard."""
-    original, calls = patch.context_parallel_attention, itertools.count()
+    calls = itertools.count()
 
-    def attention(q, k, v, *, mesh, **kwargs):
-        out = original(q, k, v, mesh=mesh, **kwargs)
-        is_last_layer = mesh.cp_size > 1 and next(calls) % 2 == 1
-        return torch.cat([out[:-1], torch.zeros_like(out[-1:])]) if is_last_layer else out
+    def change(attention, q, k, v, **kwargs):
+        out = attention(q, k, v, **kwargs)
+        return torch.cat([out[:-1], torch.zeros_like(out[-1:])]) if next(calls) % 2 else out
 
-    return mock.patch.object(patch, "context_parallel_attention", attention)
+    return _attention(change)
 
 
-def wrong_query_gradients() -> AbstractContextManager:
+def wrong_query_gradients(model) -> Fault:
     """The forward pass is right; dQ is 10 percent too large."""
-    original = patch.context_parallel_attention
 
-    def attention(q, k, v, *, mesh, **kwargs):
-        if mesh.cp_size > 1 and q.requires_grad:
+    def change(attention, q, k, v, **kwargs):
+        if q.requires_grad:
             q.register_hook(lambda gradient: gradient * 1.1)
-        return original(q, k, v, mesh=mesh, **kwargs)
+        return attention(q, k, v, **kwargs)
 
-    return mock.patch.object(patch, "context_parallel_attention", attention)
-
-
-def _in_transfers(planted: Callable[[Callable], Callable]) -> AbstractContextManager:
-    """Replaces what starts a transfer, in all three engines."""
-
-    @contextmanager
-    def replaced() -> Iterator[None]:
-        with (
-            mock.patch.object(ring, "start_hop", planted(ring.start_hop)),
-            mock.patch.object(exchange, "start_exchange", planted(exchange.start_exchange)),
-            mock.patch.object(allgather, "start_return", planted(allgather.start_return)),
-        ):
-            yield
-
-    return replaced()
+    return _attention(change)
 
 
-def dropped_remote_gradients() -> AbstractContextManager:
-    """dK and dV that other ranks found do not come home: the forward pass, and so the first loss, is right.
+def replicas_not_summed(model) -> Fault:
+    """Only the first replica of a K/V head sends its gradient back; the heads are repeated here, not in Ulysses."""
 
-    The engines send gradients from these functions, and keys and values from others.
+    def change(attention, q, k, v, *, mesh, **kwargs):
+        replicas = mesh.ulysses_size // k.shape[1]
+        is_first = (torch.arange(mesh.ulysses_size) % replicas == 0).view(1, -1, 1)
+        k, v = (x.repeat_interleave(replicas, dim=1) for x in (k, v))
+        return attention(q, *(torch.where(is_first, x, x.detach()) for x in (k, v)), mesh=mesh, **kwargs)
+
+    return _attention(change)
+
+
+@contextmanager
+def _zero_transfers(*, gradients: bool) -> Iterator[None]:
+    """What ring ranks send each other is zero: gradients of K/V, or K/V themselves.
+
+    Gradients are what `start_return` sends, what hops have `GRAD_TAG`, and what an exchange sends along the lists by
+    which the K/V came: `sent` is then the very list that was `received`.
     """
+    fetched = []
 
-    def planted(original: Callable) -> Callable:
-        def start(tensor: torch.Tensor, mesh, **kwargs):
-            is_gradient = kwargs.get("tag", ring.GRAD_TAG) == ring.GRAD_TAG
-            is_gradient &= sys._getframe(1).f_code.co_name in SENDS_GRADIENTS
-            return original(torch.zeros_like(tensor) if is_gradient else tensor, mesh, **kwargs)
+    def zeroed(start: Callable, is_gradient: Callable[[dict], bool]) -> Callable:
+        def planted(tensor: torch.Tensor, *args, **kwargs):
+            return start(torch.zeros_like(tensor) if is_gradient(kwargs) is gradients else tensor, *args, **kwargs)
 
-        return start
+        return planted
 
-    return _in_transfers(planted)
+    def goes_back(kwargs: dict) -> bool:
+        is_back = any(kwargs["sent"] is received for received in fetched)
+        if not is_back:
+            fetched.append(kwargs["received"])
+        return is_back
+
+    with (
+        mock.patch.object(ring, "start_hop", zeroed(ring.start_hop, lambda kw: kw.get("tag") == ring.GRAD_TAG)),
+        mock.patch.object(exchange, "start_exchange", zeroed(exchange.start_exchange, goes_back)),
+        mock.patch.object(allgather, "start_all_gather", zeroed(allgather.start_all_gather, lambda kw: False)),
+        mock.patch.object(allgather, "start_return", zeroed(allgather.start_return, lambda kw: True)),
+    ):
+        yield
 
 
-def dropped_remote_keys() -> AbstractContextManager:
+def dropped_remote_gradients(model) -> Fault:
+    """dK and dV that other ranks found do not come home: the forward pass, and so the first loss, is right."""
+    return _zero_transfers(gradients=True)
+
+
+def dropped_remote_keys(model) -> Fault:
     """K/V of other ranks arrive as zeros: documents that are cut are wrong, the others right."""
-
-    def planted(original: Callable) -> Callable:
-        def start(tensor: torch.Tensor, mesh, **kwargs):
-            is_gradient = sys._getframe(1).f_code.co_name in SENDS_GRADIENTS
-            return original(tensor if is_gradient else torch.zeros_like(tensor), mesh, **kwargs)
-
-        return start
-
-    return _in_transfers(planted)
+    return _zero_transfers(gradients=False)
 
 
-def replicas_not_summed() -> AbstractContextManager:
-    """Only the first replica of a K/V head sends its gradient back."""
-    original = torch.Tensor.repeat_interleave
-
-    def repeat_interleave(x: torch.Tensor, repeats, dim=None, **kwargs):
-        out = original(x, repeats, dim=dim, **kwargs)
-        if sys._getframe(1).f_globals["__name__"] != ulysses.__name__:
-            return out
-        is_first = (torch.arange(out.shape[1]) % repeats == 0).view(1, -1, 1)
-        return torch.where(is_first, out, out.detach())
-
-    return mock.patch.object(torch.Tensor, "repeat_interleave", repeat_interleave)
-
-
-def wrong_sum_on_one_rank() -> AbstractContextManager:
+def wrong_sum_on_one_rank(model) -> Fault:
     """Only rank 1 gets a wrong sum of gradients, so only rank 1 can see it."""
-    original = verify_runs.sum_over_cp
+    original = Sample.group
 
-    def sum_over_cp(tensor, mesh):
-        callers = (sys._getframe(1).f_code.co_name, sys._getframe(2).f_code.co_name)  # a <dictcomp> may be between
-        is_gradient = "group" in callers
-        return original(tensor, mesh) * (1.01 if mesh.rank == 1 and is_gradient and tensor.ndim else 1.0)
+    def group(self):
+        loss, gradients = original(self)
+        return loss, {name: g * (1.01 if self.mesh.rank == 1 else 1.0) for name, g in gradients.items()}
 
-    return mock.patch.object(verify_runs, "sum_over_cp", sum_over_cp)
+    return mock.patch.object(Sample, "group", group)
