@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from hf_cp.distributed.reduce import gather_objects
-from hf_cp.models.patch import context_parallel_state
 from hf_cp.verify.compare import Settings, compare
 from hf_cp.verify.diagnosis import examine
 from hf_cp.verify.report import Check, VerifyReport, build_report
@@ -60,19 +59,18 @@ def verify_context_parallel(
         ValueError: the model is not patched, is wrapped or has nothing to train; the documents hold no target.
         RuntimeError: the processes do not hold the same parameters.
     """
-    if context_parallel_state(model) is None:
-        raise ValueError(
-            f"The comparison needs a patched model, but {type(model).__name__} is not context-parallel.\n"
-            "  Call apply_context_parallel(model, config) first; with cp_size 1 use a config with force=True."
-        )
     settings, sample = Settings(steps, learning_rate, loss_tolerance, gradient_tolerance), Sample.of(model, documents)
     with prepared(model, sample.parameters, seed):
-        found = compare(sample, settings, progress or (lambda text: None))
-        reports = gather_objects(build_report(sample, found, settings), mesh=sample.mesh)
-        farthest = max(range(len(reports)), key=lambda rank: reports[rank].severity)
-        report = reports[farthest]
-        if report.passed:
-            return report
-        # a process that passes takes part too: the diagnosis makes one more run
-        cause, text = gather_objects(examine(sample, found), mesh=sample.mesh)[farthest]
-        return dataclasses.replace(report, cause=cause, diagnosis=text)
+        return _report(sample, settings, progress or (lambda text: None))
+
+
+def _report(sample: Sample, settings: Settings, progress: Callable[[str], None]) -> VerifyReport:
+    """The report of the process that is farthest off, on every process, with the likely cause if it fails."""
+    found = compare(sample, settings, progress)
+    reports = gather_objects(build_report(sample, found, settings), mesh=sample.mesh)
+    farthest = max(range(len(reports)), key=lambda rank: reports[rank].severity)
+    if reports[farthest].passed:
+        return reports[farthest]
+    # a process that passes takes part too: the diagnosis makes one more run
+    cause, text = gather_objects(examine(sample, found), mesh=sample.mesh)[farthest]
+    return dataclasses.replace(reports[farthest], cause=cause, diagnosis=text)

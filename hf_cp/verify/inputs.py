@@ -51,6 +51,22 @@ def make_model(
     return get_peft_model(model, adapters, autocast_adapter_dtype=kind in (torch.bfloat16, torch.float16))
 
 
+def trainable_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """By name; there are some, and they are whole."""
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not parameters:
+        raise ValueError(
+            "The model has no trainable parameter (0 with requires_grad). Add adapters or unfreeze a part first."
+        )
+    for name, p in parameters.items():
+        if p.numel() == 0 or hasattr(p, "ds_id"):
+            raise ValueError(
+                f"{name} is sharded ({p.numel()} elements here): one process does not hold the model.\n"
+                "  Compare before DeepSpeed or FSDP wraps it, without zero.Init."
+            )
+    return parameters
+
+
 def load_tokenizer(source: str) -> Any:
     """The tokenizer beside the model, or None if there is none."""
     folder = Path(source).parent if Path(source).is_file() else Path(source)

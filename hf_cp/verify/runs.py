@@ -25,7 +25,7 @@ from hf_cp.distributed.collectives import sum_over_cp
 from hf_cp.distributed.mesh import ContextParallelMesh
 from hf_cp.models.patch import context_parallel_disabled, context_parallel_state, running_as
 from hf_cp.sequence.layout import SequenceLayout
-from hf_cp.verify.inputs import whole_sample
+from hf_cp.verify.inputs import trainable_parameters, whole_sample
 
 ZERO_INIT_STD = 0.02  # spread of the random numbers that replace all-zero trainable parameters
 FP16_LOSS_SCALE = 1024.0
@@ -69,10 +69,15 @@ class Sample:
         """All documents in one sample. All processes must call it.
 
         Raises:
-            ValueError: the model is wrapped or has nothing to train, or the documents hold no target.
+            ValueError: the model is not patched, is wrapped or has nothing to train, or the documents hold no target.
         """
-        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        check_parameters(parameters)
+        state, features = context_parallel_state(model), [dict(document) for document in documents]
+        if state is None:
+            raise ValueError(
+                f"The comparison needs a patched model, but {type(model).__name__} is not context-parallel.\n"
+                "  Call apply_context_parallel(model, config) first; with cp_size 1 use a config with force=True."
+            )
+        parameters = trainable_parameters(model)
         device = next(iter(parameters.values())).device
         whole = whole_sample(documents)
         num_targets = int(count_targets(whole))
@@ -81,7 +86,6 @@ class Sample:
                 f"None of the {len(documents)} documents has a target.\n"
                 "  Give documents of at least two tokens, with labels that are not all -100."
             )
-        state, features = context_parallel_state(model), [dict(document) for document in documents]
         config = dataclasses.replace(state.config, ring_degree=1, ulysses_degree=1, force=True)
         unsplit = DataCollatorForContextParallel(config, cp_rank=0)(features)
         share = DataCollatorForContextParallel(state.config, cp_rank=state.mesh.cp_rank)(features)
@@ -286,20 +290,6 @@ def count_targets(batch: Mapping[str, Any]) -> torch.Tensor:
 def to_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """The batch with its tensors on `device`; the layout stays on the host."""
     return {name: value.to(device) if torch.is_tensor(value) else value for name, value in batch.items()}
-
-
-def check_parameters(parameters: dict[str, torch.nn.Parameter]) -> None:
-    """There is something to train, and it is whole."""
-    if not parameters:
-        raise ValueError(
-            "The model has no trainable parameter (0 with requires_grad). Add adapters or unfreeze a part first."
-        )
-    for name, p in parameters.items():
-        if p.numel() == 0 or hasattr(p, "ds_id"):
-            raise ValueError(
-                f"{name} is sharded ({p.numel()} elements here): one process does not hold the model.\n"
-                "  Compare before DeepSpeed or FSDP wraps it, without zero.Init."
-            )
 
 
 def _inputs(batch: Mapping[str, Any]) -> dict[str, Any]:

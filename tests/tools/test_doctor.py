@@ -318,7 +318,7 @@ def test_proofs(model, tmp_path):
         content = {"command": "verify", "model": of, "verdict": "V", "passed": passed}
         content["created"] = (datetime.now(UTC) - timedelta(days=days)).isoformat(timespec="seconds")
         content["report"] = {"ring_degree": ring, "ulysses_degree": 1}
-        content["fingerprint"] = {"setup": {"torch": version}}
+        content["versions"] = {"torch": version}
         path.write_text(json.dumps(content))
         return check("proof", "--recipe", recipe, "--verify-report", path)
 

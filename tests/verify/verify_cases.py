@@ -199,7 +199,7 @@ def token_on_two_ranks(model) -> Fault:
 
 
 def _attention(change: Callable, *, in_one_process: bool = False) -> Fault:
-    """Calls `change(attention, q, k, v, **arguments)` in place of the patched model's attention, in the group at least."""
+    """Attention of the patched model is `change(attention, q, k, v, **arguments)`, in the group at least."""
     original = patch.context_parallel_attention
 
     def attention(q, k, v, *, mesh, **kwargs):

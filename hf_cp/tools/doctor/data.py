@@ -214,10 +214,9 @@ def check_verify_report(subject: Subject) -> Finding:
     with contextlib.suppress(NotGiven):
         if not is_same_model(content["model"], subject.loaded_name):
             wrong.append(f"model {content['model']} -> {subject.loaded_name}")
-    proven = content.get("fingerprint", {}).get("setup", {})
-    packages = collect_environment({}).packages
+    proven, packages = content.get("versions", {}), collect_environment({}).packages
     wrong += [f"{name} {proven[name]} -> {packages[name]}" for name in packages
-              if name in proven and proven[name] != (packages[name] or "none")]  # fmt: skip
+              if name in proven and proven[name] != packages[name]]  # fmt: skip
     if wrong:
         return warn(f"{text}; not the same now: {', '.join(wrong)}", "Run `hf-cp verify` again.")
     if age.days > OLD_DAYS:
