@@ -20,9 +20,8 @@ import torch
 
 from hf_cp import ContextParallelConfig, SequenceLayout
 from hf_cp.attention import allgather, exchange, ring
-from hf_cp.attention.engine import Call, Engine
+from hf_cp.attention.block import BlockBackward, BlockForward, Call, Engine
 from hf_cp.attention.kernels import Kernel
-from hf_cp.attention.tiles import TileBackward, TileForward
 from hf_cp.sequence.plan import AttentionPlan
 
 WAIT_SECONDS = 60
@@ -52,9 +51,16 @@ class Board:
 class LoopbackMesh:
     """What the engines need of a mesh."""
 
-    board: Board
     ring_rank: int
     ring_size: int
+
+
+@dataclass
+class LoopbackCommunicator:
+    """What the engines need of a communicator."""
+
+    mesh: LoopbackMesh
+    board: Board
     sent: int = 0  # messages so far
 
     def next_number(self) -> int:
@@ -69,30 +75,31 @@ class Pending:
     wait: Callable[[], torch.Tensor]
 
 
-def _hop(tensor: torch.Tensor, mesh: LoopbackMesh, *, received_rows: int, tag: int = 0) -> Pending:
-    number, previous = mesh.next_number(), (mesh.ring_rank - 1) % mesh.ring_size
-    mesh.board.post(number, mesh.ring_rank, tensor)
-    return Pending(lambda: mesh.board.read(number, previous).clone())
+def _hop(tensor: torch.Tensor, comm: LoopbackCommunicator, *, received_length: int, tag: int = 0) -> Pending:
+    mesh = comm.mesh
+    number, previous = comm.next_number(), (mesh.ring_rank - 1) % mesh.ring_size
+    comm.board.post(number, mesh.ring_rank, tensor)
+    return Pending(lambda: comm.board.read(number, previous).clone())
 
 
-def _exchange(tensor: torch.Tensor, mesh: LoopbackMesh, *, sent: list[int], received: list[int]) -> Pending:
-    number = mesh.next_number()
-    mesh.board.post(number, mesh.ring_rank, tensor.split(sent))
+def _exchange(tensor: torch.Tensor, comm: LoopbackCommunicator, *, sent: list[int], received: list[int]) -> Pending:
+    number, mesh = comm.next_number(), comm.mesh
+    comm.board.post(number, mesh.ring_rank, tensor.split(sent))
     ranks = range(mesh.ring_size)
-    return Pending(lambda: torch.cat([mesh.board.read(number, rank)[mesh.ring_rank] for rank in ranks]))
+    return Pending(lambda: torch.cat([comm.board.read(number, rank)[mesh.ring_rank] for rank in ranks]))
 
 
-def _all_gather(tensor: torch.Tensor, mesh: LoopbackMesh) -> Pending:
-    number = mesh.next_number()
-    mesh.board.post(number, mesh.ring_rank, tensor)
-    return Pending(lambda: torch.cat([mesh.board.read(number, rank) for rank in range(mesh.ring_size)]))
+def _all_gather(tensor: torch.Tensor, comm: LoopbackCommunicator) -> Pending:
+    number, mesh = comm.next_number(), comm.mesh
+    comm.board.post(number, mesh.ring_rank, tensor)
+    return Pending(lambda: torch.cat([comm.board.read(number, rank) for rank in range(mesh.ring_size)]))
 
 
-def _return(blocks: torch.Tensor, mesh: LoopbackMesh) -> Pending:
-    number, own = mesh.next_number(), mesh.ring_rank
-    mesh.board.post(number, own, blocks)
-    others = [rank for rank in range(mesh.ring_size) if rank != own]
-    return Pending(lambda: torch.stack([mesh.board.read(number, rank)[own] for rank in others]))
+def _return(blocks: torch.Tensor, comm: LoopbackCommunicator) -> Pending:
+    number, own = comm.next_number(), comm.mesh.ring_rank
+    comm.board.post(number, own, blocks)
+    others = [rank for rank in range(comm.mesh.ring_size) if rank != own]
+    return Pending(lambda: torch.stack([comm.board.read(number, rank)[own] for rank in others]))
 
 
 def _engine(config: ContextParallelConfig) -> Engine:
@@ -120,14 +127,15 @@ def attention(
     def rank(ring_rank: int) -> list[torch.Tensor]:
         q, k, v, grad_out = (layout.shard(x, ring_rank) for x in row)
         scale, device = q.shape[-1] ** -0.5, q.device
-        mesh, engine = LoopbackMesh(board, ring_rank, size), _engine(config)
+        comm = LoopbackCommunicator(LoopbackMesh(ring_rank, size), board)
+        engine = _engine(config)
         grad_dtype = q.dtype if config.grad_comm_dtype == "compute" else None
-        call = Call(mesh, plans[ring_rank], kernel, scale, device, grad_dtype)
-        forward = TileForward(q, kernel, scale)
+        call = Call(comm, plans[ring_rank], kernel, scale, device, grad_dtype)
+        forward = BlockForward(q, kernel, scale)
         engine.forward(forward, k, v, call)
         total, lse = forward.result()
         out = total.to(q.dtype)
-        backward = TileBackward(q, out, lse, grad_out, kernel, scale)
+        backward = BlockBackward(q, out, lse, grad_out, kernel, scale)
         grad_kv = torch.zeros((len(k), 2, *k.shape[1:]), dtype=total.dtype, device=device)
         engine.backward(backward, k, v, grad_kv, call)
         return [out, backward.grad_q(), grad_kv[:, 0], grad_kv[:, 1]]

@@ -2,9 +2,9 @@
 
 With the keys of a document side by side, a kernel that knows bands needs one call per run of queries and nothing has
 to be merged: the result is that of one process to the last bit of its softmax. Heads can be gathered in groups, the
-next one while the current one is used. Gradients go home in one all-to-all and are summed where the rows live.
+next one while the current one is used. Gradients go home in one all-to-all and are summed where the tokens live.
 
-Dimensions: T = slots of a ring shard, S = shared rows per rank (the most), G = K/V heads, g = G / chunks, H = query
+Dimensions: T = slots of a ring shard, S = shared slots per rank (the most), G = K/V heads, g = G / chunks, H = query
 heads, D = head size, R = ring_degree.
 """
 
@@ -16,21 +16,20 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from hf_cp.attention.engine import Call, in_two, rows_to_send
+from hf_cp.attention.block import BlockBackward, BlockForward, Call, in_two, kv_message
 from hf_cp.attention.kernels import TileGroup
 from hf_cp.attention.merge import accumulator_dtype
-from hf_cp.attention.tiles import TileBackward, TileForward
 from hf_cp.distributed.collectives import Transfer, start_all_gather, start_return
-from hf_cp.distributed.ranges import named_range
+from hf_cp.distributed.communicator import named_range
 
 
 class GatherSchedule(NamedTuple):
     early_calls: list[TileGroup]  # on own keys, the first half
     late_calls: list[TileGroup]
-    calls: list[TileGroup]  # on the gathered rows
-    own_rows: torch.Tensor  # int64: slots that are gathered
-    order: torch.Tensor | None  # int64 [N]: place of every gathered row in [R * S]
-    rows_per_rank: int
+    calls: list[TileGroup]  # on the gathered tokens
+    own_slots: torch.Tensor  # int64: slots that are gathered
+    order: torch.Tensor | None  # int64 [N]: where every key lies in [R * S]
+    slots_per_rank: int
 
 
 class Heads(NamedTuple):
@@ -43,10 +42,12 @@ class Heads(NamedTuple):
 class Gather:
     """All-gather in `head_chunks` groups of heads; the number must divide the K/V heads."""
 
+    name = "allgather"
+
     def __init__(self, head_chunks: int = 1):
         self.head_chunks = head_chunks
 
-    def forward(self, state: TileForward, k: torch.Tensor, v: torch.Tensor, call: Call) -> None:
+    def forward(self, state: BlockForward, k: torch.Tensor, v: torch.Tensor, call: Call) -> None:
         schedule = _schedule(call)
         fetched = _prefetch(k, v, self._groups(state.q, k), schedule, call)
         with named_range("hf_cp/allgather/own"):
@@ -57,7 +58,7 @@ class Gather:
             del kv  # before the next group is put in order
 
     def backward(
-        self, state: TileBackward, k: torch.Tensor, v: torch.Tensor, grad_kv: torch.Tensor, call: Call
+        self, state: BlockBackward, k: torch.Tensor, v: torch.Tensor, grad_kv: torch.Tensor, call: Call
     ) -> None:
         schedule = _schedule(call)
         fetched = _prefetch(k, v, self._groups(state.q, k), schedule, call)
@@ -97,9 +98,9 @@ def _prefetch(
         return iter(())
 
     def start(heads: Heads) -> Transfer:
-        rows = rows_to_send(k[:, heads.kv], v[:, heads.kv], schedule.own_rows)
-        missing = schedule.rows_per_rank - len(rows)
-        return start_all_gather(pad(rows, (0, 0) * 3 + (0, missing)) if missing else rows, call.mesh)
+        kv = kv_message(k[:, heads.kv], v[:, heads.kv], schedule.own_slots)
+        missing = schedule.slots_per_rank - len(kv)
+        return start_all_gather(pad(kv, (0, 0) * 3 + (0, missing)) if missing else kv, call.comm)
 
     first = start(groups[0])
 
@@ -118,7 +119,7 @@ def _in_order(gathered: torch.Tensor, schedule: GatherSchedule) -> torch.Tensor:
 
 
 class Homeward(NamedTuple):
-    """Gradients of a group of K/V heads on their way to the ranks that have the rows."""
+    """Gradients of a group of K/V heads on their way to the ranks that have the tokens."""
 
     heads: slice
     own: torch.Tensor | None  # [S, 2, g, D], accumulator's dtype; None where own keys were used in place
@@ -126,35 +127,35 @@ class Homeward(NamedTuple):
 
 
 def _start_home(heads: slice, grad: torch.Tensor, schedule: GatherSchedule, call: Call) -> Homeward:
-    """Sends the gradients [N, 2, g, D] of the gathered rows home."""
-    size, rows = call.mesh.ring_size, schedule.rows_per_rank
+    """Sends the gradients [N, 2, g, D] of the gathered tokens home."""
+    size, slots = call.ring_size, schedule.slots_per_rank
     if schedule.order is not None:
-        grad = grad.new_zeros(size * rows, *grad.shape[1:]).index_copy_(0, schedule.order, grad)
-    blocks = grad.view(size, rows, *grad.shape[1:])
-    own = None if schedule.order is None else blocks[call.mesh.ring_rank].clone()  # a view would keep all blocks
-    return Homeward(heads, own, start_return(call.wire(blocks), call.mesh))
+        grad = grad.new_zeros(size * slots, *grad.shape[1:]).index_copy_(0, schedule.order, grad)
+    blocks = grad.view(size, slots, *grad.shape[1:])
+    own = None if schedule.order is None else blocks[call.ring_rank].clone()  # a view would keep all blocks
+    return Homeward(heads, own, start_return(call.as_sent(blocks), call.comm))
 
 
 def _take_home(grad_kv: torch.Tensor, homeward: Homeward, schedule: GatherSchedule) -> None:
-    """Adds what all ranks found for this rank's rows to `grad_kv` [T, 2, G, D], one rank after the other."""
-    rows, total = schedule.own_rows, grad_kv[:, :, homeward.heads]
+    """Adds what all ranks found for this rank's tokens to `grad_kv` [T, 2, G, D], one rank after the other."""
+    slots, total = schedule.own_slots, grad_kv[:, :, homeward.heads]
     if homeward.own is not None:
-        total.index_add_(0, rows, homeward.own[: len(rows)])
+        total.index_add_(0, slots, homeward.own[: len(slots)])
     for part in homeward.others.wait():
-        total.index_add_(0, rows, part[: len(rows)].to(total.dtype))
+        total.index_add_(0, slots, part[: len(slots)].to(total.dtype))
 
 
 def _schedule(call: Call) -> GatherSchedule:
-    plan, rank = call.plan, call.mesh.ring_rank
+    plan, rank = call.plan, call.ring_rank
 
     def make() -> GatherSchedule:
-        keys = plan.gathered(rank, by_row=call.kernel.bands)
+        keys = plan.gathered(rank, in_order=call.kernel.bands)
         return GatherSchedule(
-            *in_two(call.plan_calls(keys.own_tiles)),
-            call.plan_calls(keys.tiles),
-            call.on_device(plan.shared_rows(rank)),
+            *in_two(call.kernel_calls(keys.own_tiles)),
+            call.kernel_calls(keys.tiles),
+            call.on_device(plan.shared_slots(rank)),
             None if keys.order is None else call.on_device(keys.order),
-            keys.rows_per_rank,
+            keys.slots_per_rank,
         )
 
     return plan.schedule(call.schedule_key("allgather"), make)

@@ -1,85 +1,144 @@
-"""Ulysses (arXiv:2309.14509): an all-to-all trades tokens for heads: a rank gets a whole ring shard of few heads.
+"""Ulysses (arXiv:2309.14509): an all-to-all trades tokens for heads, so a rank gets a whole ring shard of few heads.
 
 q, k and v travel in one all-to-all. With u = ulysses_degree and L = lcm(G, u), each K/V head is first repeated L / G
 times in order; every rank then gets H / u query heads and the L / u K/V heads that these use. The backward pass of the
 repetition sums the replicas' gradients.
 
-A rank's heads can be handled in `chunks` groups, one after another (Untied Ulysses, arXiv:2602.21196): what is in
-flight shrinks to 1 / chunks, and the next group travels while the current one is used, in both directions. Results
-and gradients of a group go straight to their place: at no time do all groups exist a second time.
+A rank's heads can be handled in head chunks, one after another (Untied Ulysses, arXiv:2602.21196): what is in flight
+shrinks to 1 / chunks, and the next head chunk travels while the current one is used, in both directions. Results and
+gradients of a head chunk go straight to their place: at no time do all of them exist a second time.
+
+4 query heads, u = 2, 2 head chunks: rank 0 gets heads 0 and 1, rank 1 gets 2 and 3, one after the other.
+
+    before      rank 0: tokens of piece 0, heads 0 1 2 3      rank 1: tokens of piece 1, heads 0 1 2 3
+    chunk 0     rank 0: pieces 0 and 1, head 0                rank 1: pieces 0 and 1, head 2
+    chunk 1     rank 0: pieces 0 and 1, head 1                rank 1: pieces 0 and 1, head 3
 
 Dimensions: n = local slots, T = n * u = slots of a ring shard, H = query heads, G = K/V heads, D = head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import lcm
+from typing import NamedTuple
 
 import torch
 
-from hf_cp.attention.recompute import Once, make_now
-from hf_cp.distributed.collectives import BlockTransfer, finish_all_to_all, start_all_to_all
-from hf_cp.distributed.mesh import ContextParallelMesh
-
-HeadsAttention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+from hf_cp.attention.recompute import Memory
+from hf_cp.distributed.collectives import BlockTransfer
+from hf_cp.distributed.communicator import Communicator
 
 
-def attend_by_heads(
-    q: torch.Tensor,  # [n, H, D]
-    k: torch.Tensor,  # [n, G, D]
-    v: torch.Tensor,  # [n, G, D]
-    attend: HeadsAttention,  # (q [T, h, D], k [T, g, D], v [T, g, D]) -> [T, h, D]
-    mesh: ContextParallelMesh,
-    chunks: int = 1,
-    once: Once = make_now,
-) -> torch.Tensor:  # [n, H, D]
-    """Runs `attend` on whole ring shards, this rank's heads, `chunks` groups of them one after another.
+class InFlight(NamedTuple):
+    """Blocks that have been sent for: [u, ...], to be read after `_Finish`."""
 
-    What arrives in the forward pass is made through `once`.
+    blocks: torch.Tensor
+    transfer: BlockTransfer
+
+
+class HeadChunks:
+    """The heads of one attention call, scattered to the Ulysses ranks and gathered again, a head chunk at a time.
+
+    Args:
+        q (`torch.Tensor`): [n, H, D].
+        k, v (`torch.Tensor`): [n, G, D].
+        chunks (`int`): head chunks; must divide the K/V heads of a rank.
+        comm (`Communicator`): the processes.
+        memory (`Memory`): what arrives in the forward pass is recalled from it or kept in it.
     """
-    size = mesh.ulysses_size
-    if size == 1 and chunks == 1:
-        return attend(q, k, v)
-    num_kv_heads = lcm(k.shape[1], size)
-    if num_kv_heads > k.shape[1]:
-        k, v = (x.repeat_interleave(num_kv_heads // x.shape[1], dim=1) for x in (k, v))
-    grads = _Gradients(chunks)
-    widths = [x.shape[1] // (size * chunks) for x in (q, k, v)]
-    # consecutive heads for each rank, and for each group of them
-    total = q.new_empty(len(q), size, chunks, widths[0], v.shape[-1])
 
-    def start(chunk: int) -> BlockTransfer:
-        return start_all_to_all(_Take.apply(q, k, v, size, chunk, grads), mesh, once=once, name="scatter")
+    def __init__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        chunks: int,
+        comm: Communicator,
+        memory: Memory,
+    ):
+        self.size, self.chunks, self.comm, self.memory = comm.mesh.ulysses_size, chunks, comm, memory
+        num_kv_heads = lcm(k.shape[1], self.size)
+        if num_kv_heads > k.shape[1]:
+            k, v = (x.repeat_interleave(num_kv_heads // x.shape[1], dim=1) for x in (k, v))
+        self.qkv, self.widths = (q, k, v), [x.shape[1] // (self.size * chunks) for x in (q, k, v)]
+        self._grads = _Gradients(chunks)
 
-    out, transfer = None, start(0)
-    for chunk in range(chunks):
-        heads = finish_all_to_all(transfer).flatten(0, 1)  # [T, ...]: pieces of the shard in rank order
-        following = start(chunk + 1) if chunk + 1 < chunks else None  # travels while these heads are used
-        attended = attend(*heads.split(widths, dim=1))  # [T, H / (u * chunks), D]
-        del heads
-        leaving = start_all_to_all(attended.unflatten(0, (size, -1)), mesh, once=once, name="gather")
-        if chunk:
-            total = _place(total, out, chunk - 1)
-        out, transfer = leaving, following
-    return _place(total, out, chunks - 1).flatten(1, 3)
+    def scatter(self, chunk: int) -> InFlight | None:
+        """Starts to send every rank its heads of `chunk`; `None` behind the last one."""
+        if chunk == self.chunks:
+            return None
+        return self._start(_Take.apply(*self.qkv, self.size, chunk, self._grads), "scatter")
+
+    def arrived(self, flight: InFlight) -> tuple[torch.Tensor, ...]:
+        """q [T, h, D], k and v [T, g, D] of this rank's heads, whose pieces of the shard lie in rank order."""
+        return _finish(flight).flatten(0, 1).split(self.widths, dim=1)
+
+    def gather(self, out: torch.Tensor) -> InFlight:
+        """Starts to send the result [T, h, D] back to the ranks that have the tokens."""
+        return self._start(out.unflatten(0, (self.size, -1)), "gather")
+
+    def empty_result(self) -> torch.Tensor:
+        """[n, u, chunks, h, D]: for each rank its consecutive heads, and of them for each head chunk."""
+        q, v = self.qkv[0], self.qkv[2]
+        return q.new_empty(len(q), self.size, self.chunks, self.widths[0], v.shape[-1])
+
+    def place(self, result: torch.Tensor, flight: InFlight, chunk: int) -> torch.Tensor:
+        """Puts a gathered head chunk into the result."""
+        return _Place.apply(result, _finish(flight).transpose(0, 1), chunk)
+
+    def _start(self, blocks: torch.Tensor, name: str) -> InFlight:
+        transfer = BlockTransfer(self.comm, name=name)
+        return InFlight(_Start.apply(blocks, transfer, self.memory), transfer)
 
 
-def _place(total: torch.Tensor, out: BlockTransfer, chunk: int) -> torch.Tensor:
-    return _Place.apply(total, finish_all_to_all(out).transpose(0, 1), chunk)
+def _finish(flight: InFlight) -> torch.Tensor:
+    return _Finish.apply(flight.blocks, flight.transfer)
+
+
+class _Start(torch.autograd.Function):
+    """Starts an all-to-all of blocks; in the backward pass, waits for the gradients' (see `_Finish`)."""
+
+    @staticmethod
+    def forward(ctx, blocks: torch.Tensor, transfer: BlockTransfer, memory: Memory) -> torch.Tensor:
+        ctx.transfer = transfer
+        if transfer.comm.mesh.ulysses_size == 1:
+            return transfer.start(blocks)
+        (received,) = memory.recall() or memory.keep((transfer.start(blocks),))
+        return received
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        ctx.transfer.finish()
+        return grad, None, None
+
+
+class _Finish(torch.autograd.Function):
+    """Waits for an all-to-all; in the backward pass, starts that of the gradients (it is its own adjoint)."""
+
+    @staticmethod
+    def forward(ctx, blocks: torch.Tensor, transfer: BlockTransfer) -> torch.Tensor:
+        ctx.transfer = transfer
+        transfer.finish()
+        return blocks.view_as(blocks)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.transfer.start(grad), None
 
 
 @dataclass
 class _Gradients:
-    """Where the gradients of all groups of heads meet: each is put in place when it comes, the last one takes all."""
+    """Where the gradients of all head chunks meet: each is put in place when it comes, the last one takes all."""
 
     chunks: int
     parts: list[torch.Tensor] = field(default_factory=list)  # of q, k, v: [n, u, chunks, heads, D]
     placed: set[int] = field(default_factory=set)
 
     def place(self, chunk: int, grads: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
-        """Takes in a group's [u, n, heads, D]; the whole [n, all heads, D] with the last group, `None` before."""
+        """Takes in a head chunk's [u, n, heads, D]; the whole [n, all heads, D] with the last one, `None` before."""
         if not self.placed or chunk in self.placed:  # the first, or another backward pass after one that failed
             self.placed.clear()
             self.parts = [g.new_empty(g.shape[1], len(g), self.chunks, *g.shape[2:]) for g in grads]
@@ -94,15 +153,15 @@ class _Gradients:
 
 
 class _Take(torch.autograd.Function):
-    """One group of heads of q, k and v as blocks to trade, [u, n, (H + 2L) / (u * chunks), D]."""
+    """One head chunk of q, k and v as blocks to send, [u, n, (H + 2L) / (u * chunks), D]."""
 
     @staticmethod
     def forward(
         ctx, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, size: int, chunk: int, grads: _Gradients
     ) -> torch.Tensor:
-        groups = [x.unflatten(1, (size, grads.chunks, -1))[:, :, chunk].transpose(0, 1) for x in (q, k, v)]
-        ctx.chunk, ctx.grads, ctx.widths = chunk, grads, [group.shape[2] for group in groups]
-        return torch.cat(groups, dim=2)
+        parts = [x.unflatten(1, (size, grads.chunks, -1))[:, :, chunk].transpose(0, 1) for x in (q, k, v)]
+        ctx.chunk, ctx.grads, ctx.widths = chunk, grads, [part.shape[2] for part in parts]
+        return torch.cat(parts, dim=2)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -110,12 +169,12 @@ class _Take(torch.autograd.Function):
 
 
 class _Place(torch.autograd.Function):
-    """Puts one group of heads [n, u, heads, D] into the result [n, u, chunks, heads, D], in place."""
+    """Puts one head chunk [n, u, heads, D] into the result [n, u, chunks, heads, D], in place."""
 
     @staticmethod
-    def forward(ctx, total: torch.Tensor, group: torch.Tensor, chunk: int) -> torch.Tensor:
+    def forward(ctx, total: torch.Tensor, part: torch.Tensor, chunk: int) -> torch.Tensor:
         ctx.chunk = chunk
-        total[:, :, chunk] = group
+        total[:, :, chunk] = part
         ctx.mark_dirty(total)
         return total
 

@@ -26,9 +26,10 @@ import torch
 
 from hf_cp.config import IGNORE_INDEX, ContextParallelConfig
 from hf_cp.data.documents import OVERFLOWS, Document, PreparedDocuments, prepare_documents
-from hf_cp.distributed.mesh import ContextParallelMesh
+from hf_cp.distributed.mesh import ContextParallelMesh, config_of
 from hf_cp.sequence.layout import SequenceLayout
 from hf_cp.sequence.packing import DocumentCounts
+from hf_cp.sequence.sample import SAMPLE_KEY, PackedSample
 
 logger = logging.getLogger(__name__)
 
@@ -75,14 +76,15 @@ class PackedRow:
         def local(tensor: torch.Tensor, pad_value: int) -> torch.Tensor:
             return self.layout.shard(tensor, cp_rank, pad_value=pad_value).unsqueeze(0)
 
-        self.layout.row_digest, self.layout.batch_cp_rank = self.digest, cp_rank
-        self.layout.max_position = int(self.position_ids.max())
+        sample = PackedSample(
+            self.layout, cp_rank=cp_rank, digest=self.digest, max_position=int(self.position_ids.max())
+        )
         return {
             "input_ids": local(self.input_ids, pad_token_id),
             "position_ids": local(self.position_ids, 0),
             "labels": local(self.labels, IGNORE_INDEX),
             "shift_labels": local(self.shift_labels, IGNORE_INDEX),
-            "hf_cp_layout": self.layout,
+            SAMPLE_KEY: sample,
         }
 
     def whole_batch(self) -> dict[str, Any]:
@@ -121,9 +123,10 @@ class DataCollatorForContextParallel:
         assistant_only_loss (`bool`, *optional*, defaults to `True`): chats carry loss on the assistant's tokens only.
 
     Returns (when called):
-        `dict`: `input_ids`, `position_ids`, `labels`, `shift_labels`, int64 [1, local tokens], and `hf_cp_layout`, the
-        `SequenceLayout` of the row. If context parallelism is off (`cp_size` 1 without `force`) the whole row with
-        `cu_seq_lens_q/k` (int32 [num_docs + 1]), `max_length_q/k` (`int`) and `use_cache=False` instead of the layout.
+        `dict`: `input_ids`, `position_ids`, `labels`, `shift_labels`, int64 [1, local tokens], and `hf_cp_sample`, the
+        `PackedSample` that they are a part of. If context parallelism is off (`cp_size` 1 without `force`) the whole
+        row with `cu_seq_lens_q/k` (int32 [num_docs + 1]), `max_length_q/k` (`int`) and `use_cache=False` instead of
+        it.
 
     Raises:
         ValueError: an argument is out of range, a feature cannot be read, or the row is longer than `max_tokens`.
@@ -139,7 +142,7 @@ class DataCollatorForContextParallel:
 
     def __post_init__(self):
         if isinstance(self.config, ContextParallelMesh):  # process groups cannot travel to loader workers
-            self.config, mesh = self.config.config, self.config
+            self.config, mesh = config_of(self.config), self.config
             self.cp_rank = mesh.cp_rank if self.cp_rank is None else self.cp_rank
         if self.overflow not in OVERFLOWS:
             raise ValueError(f"overflow={self.overflow!r} does not exist. Choose one of {', '.join(OVERFLOWS)}.")
@@ -207,12 +210,11 @@ class DataCollatorForContextParallel:
         """A copy that makes the batches of this process in `mesh`.
 
         Raises:
-            ValueError: the mesh was made from another config, or `cp_rank` was set to another rank.
+            ValueError: the mesh has other degrees, or `cp_rank` was set to another rank.
         """
-        if mesh.config != self.config:
-            raise ValueError(
-                f"The collator splits rows by {self.config}, the mesh by {mesh.config}.\n  Make both from one config."
-            )
+        fault = mesh.degrees_fault(self.config, "The collator's config")
+        if fault is not None:
+            raise ValueError(fault)
         if self.cp_rank not in (None, mesh.cp_rank):
             raise ValueError(
                 f"The collator was made for cp_rank={self.cp_rank}, but this process is cp_rank={mesh.cp_rank} of the "

@@ -2,7 +2,7 @@
 
 In micro-step s of an epoch, the group with `dp_rank` d works on row `order[s * dp_size + d]`, where (seed, epoch) give
 the `order` (hf_cp/data/order.py). All ranks compute it alone; before a batch is handed out they compare
-(hf_cp/distributed/status.py). With 5 rows and dp_size 2, without shuffling:
+(hf_cp/distributed/host.py). With 5 rows and dp_size 2, without shuffling:
 
 | micro-step | dp 0 | dp 1 |
 |---|---|---|
@@ -30,8 +30,9 @@ from hf_cp.data.collator import DataCollatorForContextParallel
 from hf_cp.data.order import MASKED_ROW, RowOrder, attention_areas
 from hf_cp.data.packed import PackedDataset
 from hf_cp.data.position import LoaderPosition
-from hf_cp.distributed.mesh import ContextParallelMesh
-from hf_cp.distributed.status import exchange_status
+from hf_cp.distributed.communicator import Communicator
+from hf_cp.distributed.host import agree
+from hf_cp.sequence.sample import SAMPLE_KEY, replace
 
 logger = logging.getLogger(__name__)
 
@@ -97,21 +98,22 @@ def plain_error(error: Exception) -> Exception:
     return plain
 
 
-def agreed_batch(what: str, outcome: RowOutcome, *, mesh: ContextParallelMesh, scope: str) -> dict[str, Any]:
-    """The outcome's batch, once all ranks have said that they have theirs (see [`exchange_status`])."""
-    layout = outcome.batch.get("hf_cp_layout") if outcome.batch is not None else None
-    longest = exchange_status(
+def agreed_batch(what: str, outcome: RowOutcome, *, comm: Communicator, scope: str) -> dict[str, Any]:
+    """The outcome's batch, once all ranks have said that they have theirs (see [`agree`])."""
+    sample = outcome.batch.get(SAMPLE_KEY) if outcome.batch is not None else None
+    longest = agree(
         what,
-        mesh=mesh,
+        comm=comm,
         step=outcome.step,
         digest=outcome.digest,
         error=outcome.error,
         scope=scope,
-        size=0 if layout is None else layout.local_length,
+        size=0 if sample is None else sample.layout.local_length,
     )
-    if layout is not None:
-        layout.is_agreed, layout.lockstep_length, layout.micro_step = True, longest, outcome.step
-    return outcome.batch
+    if sample is None:
+        return outcome.batch
+    agreed = replace(sample, is_agreed=True, common_length=longest, micro_step=outcome.step)
+    return {**outcome.batch, SAMPLE_KEY: agreed}
 
 
 def _as_is(outcome: RowOutcome) -> RowOutcome:
@@ -129,7 +131,7 @@ class ContextParallelDataLoader(DataLoader):
     Args:
         dataset (sequence): features (see [`PackedDataset`]), equal on all ranks.
         collator (`DataCollatorForContextParallel`): reads features and makes batches.
-        mesh (`ContextParallelMesh`): gives dp and cp ranks, and carries the status exchange.
+        comm (`Communicator`): its mesh gives dp and cp ranks; the ranks agree over it.
         batch_size (`int`, *optional*, defaults to 1): features of a row when the collator has no `max_tokens`.
         shuffle (`bool`, *optional*, defaults to `False`): permute rows by (seed, epoch); otherwise natural order.
         rows_per_step (`int`, *optional*): rows of an optimizer step, dp_size x accumulation steps (default: dp_size).
@@ -160,7 +162,7 @@ class ContextParallelDataLoader(DataLoader):
         dataset: Sequence[Any],
         *,
         collator: DataCollatorForContextParallel,
-        mesh: ContextParallelMesh,
+        comm: Communicator,
         batch_size: int = 1,
         shuffle: bool = False,
         seed: int = 0,
@@ -169,9 +171,9 @@ class ContextParallelDataLoader(DataLoader):
         rows_per_step: int | None = None,
         group_by_cost: bool = False,
     ):
-        self._mesh, self._worker_processes = mesh, num_workers
+        self._comm, self._worker_processes, mesh = comm, num_workers, comm.mesh
         rows = _pack_on_all_ranks(
-            dataset, mesh, collator=collator, batch_size=batch_size, seed=seed if shuffle else None
+            dataset, comm, collator=collator, batch_size=batch_size, seed=seed if shuffle else None
         )
         self.packed, self.manifest = rows.packed, rows.packed.manifest
         self._start_step = self._next_step = 0
@@ -220,7 +222,7 @@ class ContextParallelDataLoader(DataLoader):
         if not 0 <= num_steps <= len(self):
             raise ValueError(
                 f"Cannot skip {num_steps} micro-steps: an epoch has {len(self)} ({self.order.num_dealt} rows over "
-                f"dp_size={self._mesh.dp_size}). Count micro-steps within the epoch, per dp rank."
+                f"dp_size={self._comm.mesh.dp_size}). Count micro-steps within the epoch, per dp rank."
             )
         self._start_step = self._next_step = num_steps
         return self
@@ -236,7 +238,7 @@ class ContextParallelDataLoader(DataLoader):
                 outcome = _next_outcome(outcomes, step)
                 if outcome.is_exhausted:
                     # The ranks agree on the end too; a loop that takes exactly len(loader) batches never comes here.
-                    exchange_status("row", mesh=self._mesh, step=outcome.step, is_exhausted=True)
+                    agree("sample", comm=self._comm, step=outcome.step, is_exhausted=True)
                     break
                 yield self._collate_rows([outcome])
         if self.epoch == epoch:
@@ -260,7 +262,7 @@ class ContextParallelDataLoader(DataLoader):
     def _collate_rows(self, outcomes: list[RowOutcome]) -> dict[str, Any]:
         """Hands out a batch, after all ranks have said that they have theirs."""
         (outcome,) = outcomes
-        batch = agreed_batch("row", outcome, mesh=self._mesh, scope="cp")
+        batch = agreed_batch("sample", outcome, comm=self._comm, scope="cp")
         self._next_step = outcome.step + 1
         return batch
 
@@ -293,21 +295,21 @@ class ContextParallelDataLoader(DataLoader):
 
     def save_manifest(self, path: str | os.PathLike) -> None:
         """Writes the packing manifest as JSON, with this run's padding per row; rank 0 writes, the others return."""
-        if self._mesh.rank == 0:
-            self.manifest.save(path, config=self._mesh.config)
+        if self._comm.mesh.rank == 0:
+            self.manifest.save(path, config=self.dataset.collator.config)
 
 
 def _pack_on_all_ranks(
-    dataset: Sequence[Any], mesh: ContextParallelMesh, *, collator: DataCollatorForContextParallel, **kwargs: Any
+    dataset: Sequence[Any], comm: Communicator, *, collator: DataCollatorForContextParallel, **kwargs: Any
 ) -> RankRows:
     """Packs the data set on this rank and compares with the others; an error on one rank is raised on all."""
     rows, digest, failure = None, 0, None
     try:
-        rows = RankRows(PackedDataset(dataset, collator=collator, **kwargs), collator.for_rank(mesh))
+        rows = RankRows(PackedDataset(dataset, collator=collator, **kwargs), collator.for_rank(comm.mesh))
         digest = int.from_bytes(bytes.fromhex(rows.packed.digest)[:8], "big", signed=True)
     except Exception as error:
         failure = error
-    exchange_status("packing of the data set", mesh=mesh, digest=digest, error=failure, scope="world")
+    agree("packing of the data set", comm=comm, digest=digest, error=failure, scope="world")
     return rows
 
 

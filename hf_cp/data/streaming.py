@@ -27,7 +27,7 @@ from hf_cp.data.documents import Document, PreparedDocuments, none_left
 from hf_cp.data.loader import RowOutcome, agreed_batch, plain_error
 from hf_cp.data.order import check_rows_per_step, even_out
 from hf_cp.data.position import LoaderPosition
-from hf_cp.distributed.mesh import ContextParallelMesh
+from hf_cp.distributed.communicator import Communicator
 from hf_cp.sequence.packing import DocumentCounts, pack_documents
 
 logger = logging.getLogger(__name__)
@@ -203,7 +203,7 @@ class StreamDataLoader(DataLoader):
         stream (iterable): features, the same in the same order on every rank and in every iteration: an
             `IterableDataset` of torch or `datasets`, not split by rank.
         collator (`DataCollatorForContextParallel`): with `max_tokens`.
-        mesh (`ContextParallelMesh`): gives dp and cp ranks, and carries the status exchange.
+        comm (`Communicator`): its mesh gives dp and cp ranks; the ranks agree over it.
         shuffle (`bool`, *optional*, defaults to `False`): permute the rows of each buffer; documents further apart do
             not meet (let the stream shuffle itself with a seed for that).
         seed (`int`, *optional*, defaults to 0): not negative, the same on all ranks.
@@ -222,13 +222,13 @@ class StreamDataLoader(DataLoader):
         stream: Iterable[Any],
         *,
         collator: DataCollatorForContextParallel,
-        mesh: ContextParallelMesh,
+        comm: Communicator,
         shuffle: bool = False,
         seed: int = 0,
         rows_per_step: int | None = None,
         buffer_documents: int = BUFFER_DOCUMENTS,
     ):
-        self._mesh = mesh
+        self._comm, mesh = comm, comm.mesh
         self._start_step = self._next_step = 0
         settings = StreamSettings(collator.max_tokens, collator.overflow, buffer_documents, shuffle, seed)
         rows = StreamRows(
@@ -256,7 +256,7 @@ class StreamDataLoader(DataLoader):
     def _collate_rows(self, outcomes: list[RowOutcome]) -> dict[str, Any]:
         """Hands out a batch, after all ranks have said that they are about to take the same rows."""
         (outcome,) = outcomes
-        batch = agreed_batch("part of the stream", outcome, mesh=self._mesh, scope="world")
+        batch = agreed_batch("part of the stream", outcome, comm=self._comm, scope="world")
         self._next_step = outcome.step + 1
         return batch
 

@@ -1,24 +1,16 @@
-"""How long a process waits for its peers, and how long its transfers are under way.
+"""When a process waits for its peers, and how long its transfers are under way.
 
-A [`Clock`] in `mesh.traffic.clock` makes every wait of the package note its times; without one (the usual case, also
-while a model is evaluated) a wait costs one comparison. On CPU a mark is the time of the host. On CUDA it is an event
-on the current stream: a wait for NCCL stalls the stream and not the host, so a pair of events around it shows what was
-not hidden. Nobody waits for an event until the times are asked for. What runs on the host in both cases (the axis
-"world", over gloo) is marked on the host.
+On CPU a mark is the time of the host. On CUDA it is an event on the current stream: a wait for NCCL stalls the stream
+and not the host, so a pair of events around it shows what was not hidden. Nobody waits for an event until the times
+are asked for. What runs on the host in both cases (the axis "world", over gloo) is marked on the host.
 """
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
-
-from hf_cp.distributed.faults import Watched
-
-if TYPE_CHECKING:
-    from hf_cp.distributed.mesh import ContextParallelMesh
-
 
 Mark = float | torch.cuda.Event
 
@@ -56,7 +48,7 @@ class Point(NamedTuple):
 
 
 class Clock:
-    """Collects the waits of one process.
+    """Collects the waits of one process; a [`Communicator`] that has one notes them.
 
     Args:
         device_type (`str`): "cuda" for events on the current stream, else the host's clock.
@@ -94,29 +86,3 @@ def seconds_between(start: Mark, end: Mark) -> float:
         return end - start
     end.synchronize()
     return start.elapsed_time(end) / 1000
-
-
-class Waiting(Watched):
-    """[`Watched`] around a call that waits for peers; timed while there is a clock.
-
-    Args:
-        since (`Mark`, *optional*): when the transfer was started; by default with the wait.
-    """
-
-    __slots__ = ("_began", "since")
-
-    def __init__(self, mesh: ContextParallelMesh, axis: str, what: str, *, since: Mark | None = None, **kwargs: str):
-        super().__init__(mesh, axis, what, **kwargs)
-        self.since, self._began = since, None
-
-    def __enter__(self) -> None:
-        clock = self.mesh.traffic.clock
-        if clock is not None:
-            self._began = clock.mark(on_host=self.axis == "world")
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        clock = self.mesh.traffic.clock
-        if clock is not None and self._began is not None and error is None:
-            started = self._began if self.since is None else self.since
-            clock.waits.append(Wait(self.axis, started, self._began, clock.mark(on_host=self.axis == "world")))
-        super().__exit__(kind, error, trace)

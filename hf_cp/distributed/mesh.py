@@ -10,40 +10,42 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import fields
 from datetime import timedelta
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from hf_cp import _compat
 from hf_cp.config import ContextParallelConfig
-from hf_cp.distributed.faults import Place, Watched
-from hf_cp.distributed.traffic import Traffic
-from hf_cp.distributed.wire import Wire
+from hf_cp.distributed.communicator import PeerCall
+from hf_cp.sequence.layout import SequenceLayout
 
 AXES = ("dp", "ring", "ulysses")
 
 
 class ContextParallelMesh:
-    """Process groups and ranks of this process.
+    """Process groups and ranks of this process; a value that nothing changes.
 
     Args:
-        config (`ContextParallelConfig`): gives `ring_degree` and `ulysses_degree`; the rest of the world is `dp`.
+        config (`ContextParallelConfig`): gives `ring_degree`, `ulysses_degree` and the time limit of the groups; the
+            rest of the world is `dp`. Other settings stay with the config: pass both where they matter, as in
+            `apply_context_parallel(model, config, mesh=mesh)`.
         device_type (`str`, *optional*): "cpu" or "cuda", where the tensors live; the current accelerator by default.
         ranks (nested sequence of `int`, *optional*): global ranks as [dp, ring, ulysses], for another placement than
             the consecutive one.
 
     Attributes:
         rank, world_size (`int`): of the whole world.
+        ranks (`np.ndarray`): global ranks, int64 [dp, ring, ulysses].
         dp_rank, ring_rank, ulysses_rank, cp_rank (`int`): `cp_rank = ring_rank * ulysses_degree + ulysses_rank`.
         dp_size, ring_size, ulysses_size, cp_size (`int`): sizes of the axes.
         dp_group, ring_group, ulysses_group, cp_group (`torch.distributed.ProcessGroup`): `None` where cp_size is
             1 (but `dp_group` is then the world, if there is one).
-        status_group (`torch.distributed.ProcessGroup`): gloo over the world, for small host-side exchanges.
-        traffic (`Traffic`): bytes that this process has sent, per axis.
-        place (`Place`): what this process is working on, for messages.
-        wire (`Wire`): what carries attention's tensors; see [`hf_cp.distributed.wire.local_copies`].
-        timeout (`timedelta`, *optional*): time limit of a collective in the groups; `None` without groups.
+        host_group (`torch.distributed.ProcessGroup`): gloo over the world, for small exchanges on the host.
+        other_settings (`tuple[str, ...]`): settings of the config that are not the default and that a mesh does not
+            carry, so that a mesh in place of its config cannot drop them silently.
 
     Raises:
         ValueError: the world does not divide by `cp_size`, or `ranks` has another shape or other ranks.
@@ -57,21 +59,26 @@ class ContextParallelMesh:
         *,
         ranks: Sequence[Sequence[Sequence[int]]] | None = None,
     ):
-        self.config = config
         self.rank, self.world_size = _rank_and_world(config)
-        self.ranks = self._place(ranks)
-        self.traffic, self.place, self.wire = Traffic(), Place(), Wire()
-        self.timeout: timedelta | None = None
+        self.ranks = _placed(ranks, config, self.world_size)
         self.dp_size, self.ring_size, self.ulysses_size = self.ranks.shape
-        self.cp_size = config.cp_size
+        self.cp_size = self.ring_size * self.ulysses_size
         self.dp_rank, self.ring_rank, self.ulysses_rank = (int(i[0]) for i in np.nonzero(self.ranks == self.rank))
         self.cp_rank = self.ring_rank * self.ulysses_size + self.ulysses_rank
         self.device_type = device_type or _default_device_type()
-        self.dp_group = self.ring_group = self.ulysses_group = self.cp_group = self.status_group = None
+        self.other_settings = _settings_beside_degrees(config)
+        self.dp_group = self.ring_group = self.ulysses_group = self.cp_group = self.host_group = None
         if dist.is_available() and dist.is_initialized():
-            self.timeout = self._timeout()
-            with Watched(self, "world", "the making of the process groups", during="the set-up"):
-                self._make_groups()
+            limit = self.time_limit if config.timeout_seconds is None else timedelta(seconds=config.timeout_seconds)
+            with PeerCall(self, "world", "the making of the process groups", during="the set-up"):
+                self._make_groups(limit)
+
+    @property
+    def time_limit(self) -> timedelta | None:
+        """Of a collective in the groups: the config's, else that of the world's group; `None` without processes."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return None
+        return _compat.group_time_limit(self.cp_group or dist.group.WORLD, self.device_type)
 
     @property
     def name(self) -> str:
@@ -93,24 +100,21 @@ class ContextParallelMesh:
         }
         return self.ranks[index[axis]].flatten().tolist()
 
-    def _place(self, ranks: Sequence | None) -> np.ndarray:
-        """Global ranks as int64 [dp, ring, ulysses]."""
-        config, world = self.config, self.world_size
-        shape = (world // config.cp_size, config.ring_degree, config.ulysses_degree)
-        placed = np.arange(world).reshape(shape) if ranks is None else np.asarray(ranks)
-        if placed.shape != shape or sorted(placed.flat) != list(range(world)):
-            raise ValueError(
-                f"ranks has shape {placed.shape} and holds {sorted(placed.flat)}; it must be [dp, ring, ulysses] = "
-                f"{list(shape)} and hold each of the {world} ranks once."
-            )
-        return placed
+    def degrees_fault(self, split: SequenceLayout | ContextParallelConfig, name: str) -> str | None:
+        """What is wrong if `split`, called `name` in the message, is for other degrees than this mesh."""
+        degrees = (split.ring_degree, split.ulysses_degree)
+        if degrees == (self.ring_size, self.ulysses_size):
+            return None
+        return (
+            f"{name} was made for ring x ulysses = {degrees[0]} x {degrees[1]}, the mesh is {self.ring_size} x "
+            f"{self.ulysses_size}. Make both from one config."
+        )
 
-    def _make_groups(self) -> None:
+    def _make_groups(self, timeout: timedelta) -> None:
         """All groups, in the same order on every rank, each warmed up.
 
         NCCL needs all ranks of a group in its first call; later a rank may have nothing to send.
         """
-        timeout = self.timeout
         dp, ring, ulysses = self.ranks.shape
         if self.cp_size == 1:
             self.dp_group = dist.group.WORLD
@@ -124,13 +128,7 @@ class ContextParallelMesh:
             for group in (self.cp_group, self.dp_group, self.ring_group, self.ulysses_group):
                 dist.all_reduce(torch.zeros(1, device=self.device_type), group=group)
         if self.world_size > 1:
-            self.status_group = dist.new_group(backend="gloo", timeout=timeout, group_desc="hf_cp_status")
-
-    def _timeout(self) -> timedelta:
-        """The user's time limit: from the config, else the one that the world's group was made with."""
-        if self.config.timeout_seconds is not None:
-            return timedelta(seconds=self.config.timeout_seconds)
-        return dist.group.WORLD._get_backend(torch.device(self.device_type)).options._timeout
+            self.host_group = dist.new_group(backend="gloo", timeout=timeout, group_desc="hf_cp_host")
 
     def __deepcopy__(self, memo: dict) -> ContextParallelMesh:
         return self  # process groups cannot be copied, and a copied model belongs to the same processes
@@ -163,6 +161,44 @@ def _rank_and_world(config: ContextParallelConfig) -> tuple[int, int]:
             "  Create the Accelerator or the TrainingArguments first, or call torch.distributed.init_process_group()."
         )
     return rank, world
+
+
+def _placed(ranks: Sequence | None, config: ContextParallelConfig, world_size: int) -> np.ndarray:
+    """Global ranks as int64 [dp, ring, ulysses].
+
+    8 ranks, ring 2 x Ulysses 2:   dp 0: [[0 1]     dp 1: [[4 5]     a line is a Ulysses group, a column a ring,
+                                          [2 3]]           [6 7]]    a square a context-parallel group.
+    """
+    shape = (world_size // config.cp_size, config.ring_degree, config.ulysses_degree)
+    placed = np.arange(world_size).reshape(shape) if ranks is None else np.asarray(ranks)
+    if placed.shape != shape or sorted(placed.flat) != list(range(world_size)):
+        raise ValueError(
+            f"ranks has shape {placed.shape} and holds {sorted(placed.flat)}; it must be [dp, ring, ulysses] = "
+            f"{list(shape)} and hold each of the {world_size} ranks once."
+        )
+    return placed
+
+
+def _settings_beside_degrees(config: ContextParallelConfig) -> tuple[str, ...]:
+    carried = ("ring_degree", "ulysses_degree", "timeout_seconds")
+    return tuple(f.name for f in fields(config) if f.name not in carried and getattr(config, f.name) != f.default)
+
+
+def config_of(config_or_mesh: ContextParallelConfig | ContextParallelMesh) -> ContextParallelConfig:
+    """The config that a public function was given; of a mesh, the defaults with its degrees.
+
+    Raises:
+        ValueError: the mesh was made from a config with other settings, which would be lost.
+    """
+    if isinstance(config_or_mesh, ContextParallelConfig):
+        return config_or_mesh
+    mesh = config_or_mesh
+    if mesh.other_settings:
+        raise ValueError(
+            f"{mesh} was made from a config that sets {', '.join(mesh.other_settings)}, but a mesh carries groups and "
+            "ranks only.\n  Pass the config, and the mesh beside it where a function takes both (mesh=...)."
+        )
+    return ContextParallelConfig(ring_degree=mesh.ring_size, ulysses_degree=mesh.ulysses_size)
 
 
 def _own_group(rank_lists: np.ndarray, timeout: timedelta, name: str) -> dist.ProcessGroup:

@@ -6,59 +6,68 @@ import logging
 
 import torch
 
-from hf_cp.distributed.collectives import gather_ints_over_cp
+from hf_cp.distributed.communicator import Communicator
+from hf_cp.distributed.host import agree, gather_over_cp, hex_digest
 from hf_cp.distributed.mesh import ContextParallelMesh
-from hf_cp.distributed.status import exchange_status
 from hf_cp.sequence.layout import SequenceLayout
+from hf_cp.sequence.sample import PackedSample, replace
 
 logger = logging.getLogger(__name__)
 
 
+def sample_of(hf_cp_sample: PackedSample | None, hf_cp_layout: SequenceLayout | None) -> PackedSample | None:
+    """What travels with a batch, under its name or that of earlier versions (a bare layout)."""
+    if hf_cp_sample is not None or hf_cp_layout is None:
+        return hf_cp_sample
+    return hf_cp_layout if isinstance(hf_cp_layout, PackedSample) else PackedSample(hf_cp_layout)
+
+
 @torch.compiler.disable
-def check_batch(
+def agreed_sample(
     tokens: torch.Tensor | None,
     attention_mask: torch.Tensor | None,
     labels: torch.Tensor | None,
     shift_labels: torch.Tensor | None,
-    layout: SequenceLayout | None,
-    mesh: ContextParallelMesh,
+    sample: PackedSample | None,
+    comm: Communicator,
     *,
-    in_lockstep: bool = False,
-) -> None:
-    """Raises if this rank's batch does not fit its layout; tells the group, and raises if the ranks' rows differ.
+    in_step: bool = False,
+) -> PackedSample:
+    """The batch's sample, once the ranks of its group are known to hold the same one.
 
-    A row from the packed loader has been compared before, and a batch with neither layout nor labels comes from
+    Raises if this rank's batch does not fit its sample; tells the group, and raises if the ranks' samples differ.
+    A sample from the packed loader has been compared before, and a batch with neither sample nor labels comes from
     somewhere else (maybe on this rank alone): then nothing is exchanged. One with labels is a training step, which the
-    group takes together: peers that have their layouts compare them now, and are told.
+    group takes together: peers that have their samples compare them now, and are told.
 
     Args:
         tokens (`torch.Tensor`): [1, n] ids or [1, n, hidden_size] embeddings.
         attention_mask: must be `None` or all ones of [1, n]; padding is the collator's business. A mask of pairs of
             tokens, whatever it says, would be ignored: attention is causal within each document.
         labels, shift_labels (`torch.Tensor`, *optional*): [1, n]; with labels there must be shift_labels.
-        layout (`SequenceLayout`, *optional*): of the row.
-        in_lockstep (`bool`, *optional*, defaults to `False`): all ranks of the world call the same modules, as where
-            weights are gathered from all of them for each call. Then they all compare, and the row gets the
-            `lockstep_length` of the longest one.
+        sample (`PackedSample`, *optional*): of the batch.
+        in_step (`bool`, *optional*, defaults to `False`): all ranks of the world call the same modules, as where
+            weights are gathered from all of them for each call. Then they all compare, and the sample gets the
+            `common_length` of the longest one.
 
     Raises:
-        ValueError: this rank's batch is at fault, or the rows of the group differ.
+        ValueError: this rank's batch is at fault, or the samples of the group differ.
         RuntimeError: another rank's batch is at fault.
     """
-    fault = _local_fault(tokens, attention_mask, labels, shift_labels, layout, mesh)
-    is_alone = layout is None and labels is None and shift_labels is None
-    if is_alone or (layout is not None and layout.is_agreed):  # nobody waits for this rank here
+    mesh = comm.mesh
+    fault = _local_fault(tokens, attention_mask, labels, shift_labels, sample, mesh)
+    is_alone = sample is None and labels is None and shift_labels is None
+    if is_alone or (sample is not None and sample.is_agreed):  # nobody waits for this rank here
         if fault is not None:
             raise ValueError(fault)
-        return
+        return sample
     if fault is not None:
         logger.error("cp_rank %d of %d: %s", mesh.cp_rank, mesh.cp_size, fault)  # in case that a peer never comes
-    if in_lockstep and mesh.dp_size > 1:
+    if in_step and mesh.dp_size > 1:
         error = None if fault is None else ValueError(fault)
-        digest, size = (0, 0) if layout is None else (_digest(layout), layout.local_length)
-        layout.lockstep_length = exchange_status("row", mesh=mesh, digest=digest, error=error, size=size)
-        return
-    peers = gather_ints_over_cp([fault is not None, 0 if layout is None else _digest(layout)], mesh)
+        digest, size = (0, 0) if sample is None else (_digest(sample), sample.layout.local_length)
+        return replace(sample, common_length=agree("sample", comm=comm, digest=digest, error=error, size=size))
+    peers = gather_over_cp([fault is not None, 0 if sample is None else _digest(sample)], comm=comm)
     if fault is not None:
         raise ValueError(fault)
     bad = [cp_rank for cp_rank, (failed, _) in enumerate(peers) if failed]
@@ -69,16 +78,17 @@ def check_batch(
         )
     if len({digest for _, digest in peers}) > 1:
         raise ValueError(
-            f"The ranks of one context-parallel group hold different rows: their digests by cp_rank "
-            f"are {[f'{digest & (2**64 - 1):016x}' for _, digest in peers]}, here {layout}.\n"
+            f"The ranks of one context-parallel group hold different samples: their digests by cp_rank "
+            f"are {[hex_digest(digest) for _, digest in peers]}, here {sample.layout}.\n"
             "  Every rank of a group must shard the same documents: use this package's loader, or one sampler seed "
             "for the group (accelerator.prepare deals other batches of a loader to every rank)."
         )
+    return sample
 
 
-def _digest(layout: SequenceLayout) -> int:
-    """Of the whole row; of a batch that was made by hand only the layout's."""
-    return int(layout.digest[:15], 16) if layout.row_digest is None else layout.row_digest
+def _digest(sample: PackedSample) -> int:
+    """Of the whole content; of a batch that was made by hand only the layout's."""
+    return int(sample.layout.digest[:15], 16) if sample.digest is None else sample.digest
 
 
 def _local_fault(
@@ -86,25 +96,22 @@ def _local_fault(
     attention_mask: torch.Tensor | None,
     labels: torch.Tensor | None,
     shift_labels: torch.Tensor | None,
-    layout: SequenceLayout | None,
+    sample: PackedSample | None,
     mesh: ContextParallelMesh,
 ) -> str | None:
-    if layout is None:
+    if sample is None:
         return (
-            "The batch has no hf_cp_layout while context parallelism is on, so it did not come from "
-            "DataCollatorForContextParallel.\n  Use that collator, or context_parallel_disabled(model) for whole rows "
-            "(generate() needs use_cache=True)."
+            "The batch has no hf_cp_sample while context parallelism is on, so it did not come from "
+            "DataCollatorForContextParallel.\n  Use that collator, or context_parallel_disabled(model) for whole "
+            "samples (generate() needs use_cache=True)."
         )
-    degrees = (layout.ring_degree, layout.ulysses_degree)
-    if degrees != (mesh.ring_size, mesh.ulysses_size):
+    fault, layout = mesh.degrees_fault(sample.layout, "The batch"), sample.layout
+    if fault is not None:
+        return fault
+    if sample.cp_rank not in (None, mesh.cp_rank):
         return (
-            f"The batch was sharded for ring x ulysses = {degrees[0]} x {degrees[1]}, the model runs "
-            f"{mesh.ring_size} x {mesh.ulysses_size}. Give collator and model the same config."
-        )
-    if layout.batch_cp_rank not in (None, mesh.cp_rank):
-        return (
-            f"The batch is the part of cp_rank {layout.batch_cp_rank}, but this process is cp_rank {mesh.cp_rank} of "
-            f"{mesh.cp_size}. Make the collator with the mesh: DataCollatorForContextParallel(mesh)."
+            f"The batch is the part of cp_rank {sample.cp_rank}, but this process is cp_rank {mesh.cp_rank} of "
+            f"{mesh.cp_size}. Make the collator with cp_rank=mesh.cp_rank, or without cp_rank."
         )
     expected = (1, layout.local_length)
     named = {"input_ids": tokens, "labels": labels, "shift_labels": shift_labels}
@@ -112,7 +119,7 @@ def _local_fault(
         if tensor is not None and tuple(tensor.shape[:2]) != expected:
             return (
                 f"{name} has shape {tuple(tensor.shape)}; cp_rank {mesh.cp_rank} of {mesh.cp_size} must get "
-                f"{list(expected)} of the row of {layout.num_tokens} tokens. Shard the row with its layout."
+                f"{list(expected)} of the sample of {layout.num_tokens} tokens. Shard it with its layout."
             )
     if labels is not None and shift_labels is None:
         return (

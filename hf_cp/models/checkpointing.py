@@ -2,8 +2,8 @@
 
 transformers recomputes a whole decoder layer in the backward pass. With context parallelism that would send keys and
 values once more. So each forward pass of the model gets a [`KeptAttention`], which travels to the layers as a keyword
-argument beside the layout: a checkpointed layer puts there what its attention has computed and received, and takes it
-back when it is recomputed.
+argument beside the packed sample: a checkpointed layer puts there what its attention has computed and received, and
+takes it back when it is recomputed.
 
 Invariant: it belongs to one forward pass. What a layer keeps is given out once and then let go of, and it all goes
 with the graph; forward passes in flight do not see each other. A layer that is not checkpointed keeps nothing.
@@ -20,7 +20,8 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
-from hf_cp.attention.recompute import Once, Tensors, make_now
+from hf_cp import _compat
+from hf_cp.attention.recompute import Memory, NoMemory, Recording, Replay
 
 
 class KeptAttention:
@@ -35,25 +36,18 @@ class KeptAttention:
         self._kept: dict[int, list[Any]] = {}  # per layer, in order of the calls; on the host: packed tensors
 
     @contextmanager
-    def layer(self, number: int, device: torch.device) -> Iterator[Once]:
-        """The `once` for this run of a layer's attention: the first run fills it, the next one empties it."""
+    def layer(self, number: int, device: torch.device) -> Iterator[Memory]:
+        """The memory of this run of a layer's attention: the first run fills it, the next one empties it."""
         if number not in self._on_host:
-            yield make_now
+            yield NoMemory()
             return
         pack, unpack = _moves(self._on_host[number], device)
         if number in self._kept:
-            kept = iter(self._kept.pop(number))
-            yield lambda make: tuple(unpack(x) for x in next(kept))
+            yield Replay(self._kept.pop(number), unpack)
             return
-        made: list[Tensors] = []
-
-        def once(make: Callable[[], Tensors]) -> Tensors:
-            tensors = make()
-            made.append(tuple(x.detach() for x in tensors))  # without the graph, which holds this object
-            return tensors
-
-        yield once
-        self._kept[number] = [tuple(pack(x) for x in tensors) for tensors in made]  # all has arrived now
+        memory = Recording()
+        yield memory
+        self._kept[number] = [tuple(pack(x) for x in tensors) for tensors in memory.made]  # all has arrived now
 
 
 @torch.compiler.disable
@@ -74,7 +68,7 @@ def kept_attention(layers: Iterable[nn.Module]) -> KeptAttention | None:
 
 def _offloads(layer: nn.Module) -> bool:
     """Whether the layer's saved input goes to host memory: transformers then wraps torch's checkpoint function."""
-    function = layer._gradient_checkpointing_func
+    function = _compat.checkpoint_function(layer)
     return getattr(function, "func", function) is not checkpoint
 
 

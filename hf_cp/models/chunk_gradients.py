@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from hf_cp import _compat
 from hf_cp.attention.merge import accumulator_dtype
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
@@ -85,7 +86,7 @@ class _Layer:
 
     @contextmanager
     def _tapped(self) -> Iterator[None]:
-        parameters = self._linear._parameters
+        parameters = _compat.parameters_of(self._linear)
         whole = {name: parameters[name] for name in self._sums}
         parameters.update({name: _Tap.apply(parameters[name], total) for name, total in self._sums.items()})
         try:

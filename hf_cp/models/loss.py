@@ -20,11 +20,11 @@ from torch.utils.checkpoint import checkpoint
 from hf_cp.attention.merge import accumulator_dtype
 from hf_cp.config import IGNORE_INDEX
 from hf_cp.distributed.collectives import sum_over_cp
-from hf_cp.distributed.mesh import ContextParallelMesh
+from hf_cp.distributed.communicator import Communicator
 from hf_cp.models.chunk_gradients import Forward, summed_over_chunks
 
 
-@torch.compiler.disable  # the number of chunks changes from row to row
+@torch.compiler.disable  # the number of chunks changes from sample to sample
 def token_losses(
     hidden: torch.Tensor,
     lm_head: nn.Module,
@@ -85,7 +85,7 @@ def _chunk_losses(
 def reduce_losses(
     losses: torch.Tensor,
     shift_labels: torch.Tensor,
-    mesh: ContextParallelMesh,
+    comm: Communicator,
     *,
     num_items_in_batch: torch.Tensor | int | None = None,
 ) -> torch.Tensor:
@@ -98,7 +98,7 @@ def reduce_losses(
     local_sum = losses.sum()
     if num_items_in_batch is not None:
         return local_sum / torch.as_tensor(num_items_in_batch, device=losses.device).clamp(min=1)
-    num_targets = sum_over_cp((shift_labels != IGNORE_INDEX).sum(), mesh).clamp(min=1)
+    num_targets = sum_over_cp((shift_labels != IGNORE_INDEX).sum(), comm).clamp(min=1)
     share = local_sum / num_targets
     # value: the mean over the group; gradient: cp_size * d(local_sum) / N, since averaging divides by cp_size
-    return sum_over_cp(share, mesh) + mesh.cp_size * (share - share.detach())
+    return sum_over_cp(share, comm) + comm.mesh.cp_size * (share - share.detach())

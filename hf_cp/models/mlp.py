@@ -2,7 +2,7 @@
 
 Its activations (three times the intermediate size per token, in a gated one) exist for one chunk at a time; kept is
 only its input. The modules are called as they are, so LoRA and parameter gathering work. The number of chunks comes
-from the row's `lockstep_length`, so all ranks make the same module calls.
+from the packed sample's `common_length`, so all ranks make the same module calls.
 
 Inside a checkpointed layer (not the re-entrant kind) nothing is computed three times: all inputs are saved before the
 first chunk is computed, so the recomputation of the layer ends there.
@@ -10,15 +10,19 @@ first chunk is computed, so the recomputation of the layer ends there.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from types import MethodType
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from hf_cp import _compat
 from hf_cp.models.chunk_gradients import Forward, summed_over_chunks
-from hf_cp.models.methods import rebound
+from hf_cp.sequence.sample import SAMPLE_KEY, PackedSample
 
 
 def check_mlps(layers: Iterable[nn.Module], chunk_tokens: int) -> None:
@@ -33,39 +37,70 @@ def check_mlps(layers: Iterable[nn.Module], chunk_tokens: int) -> None:
             )
 
 
-def tile_mlps(layers: Iterable[nn.Module], num_chunks: Callable[[nn.Module], int]) -> None:
-    """Replaces the `forward` of every layer's `mlp`; `num_chunks` of the `mlp` is asked in every call."""
+def tile_mlps(layers: Iterable[nn.Module], chunk_tokens: int) -> None:
+    """Replaces the `forward` of every layer, which knows its sample, and of its `mlp`, which is told how to cut it."""
     for layer in layers:
-        layer.mlp.forward = MethodType(_tiled(layer.mlp.forward, num_chunks), layer.mlp)
+        layer.forward = MethodType(_telling(layer.forward, chunk_tokens), layer)
+        layer.mlp.forward = MethodType(_tiled(layer.mlp.forward), layer.mlp)
 
 
 def untile_mlps(layers: Iterable[nn.Module]) -> None:
     """Undoes [`tile_mlps`]."""
-    for layer in layers:
-        original = layer.mlp.forward.__func__.original
-        if getattr(original, "__func__", None) is type(layer.mlp).forward:
-            del layer.mlp.forward
+    for module in (module for layer in layers for module in (layer, layer.mlp)):
+        original = module.forward.__func__.original
+        if getattr(original, "__func__", None) is type(module).forward:
+            del module.forward
         else:
-            layer.mlp.forward = rebound(original, layer.mlp)
+            module.forward = rebound(original, module)
 
 
-def _tiled(
-    original: Forward, num_chunks: Callable[[nn.Module], int]
-) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
-    def forward(self: nn.Module, hidden: torch.Tensor) -> torch.Tensor:  # [1, n, hidden_size] both
-        return forward_in_chunks(self, hidden, original, num_chunks)
+def rebound(method: Callable, module: nn.Module) -> Callable:
+    """A method of `module`, or of the module that `module` is a copy of, as that of `module`; others as they are.
+
+    A copy (`copy.deepcopy`: a reference model, an average of weights) shares a replacing function with its original.
+    What that function calls must then be the copy's: a method that was bound before would run on the original's
+    weights.
+    """
+    if isinstance(method, MethodType) and type(method.__self__) is type(module):
+        return MethodType(method.__func__, module)
+    return method
+
+
+# From a layer's forward pass to its MLP's, which transformers calls with hidden states only. It is set for the length
+# of that call, in the thread that runs it; where checkpointing runs the layer again, it is set again.
+_num_chunks: ContextVar[int] = ContextVar("hf_cp_num_mlp_chunks", default=1)
+
+
+def _telling(original: Callable, chunk_tokens: int) -> Callable:
+    @functools.partial(torch.compiler.disable, recursive=False)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        sample: PackedSample | None = kwargs.get(SAMPLE_KEY)
+        tell = functools.partial(_told, 1 if sample is None else sample.num_chunks(chunk_tokens))
+        # transformers checkpoints inside of a layer's own forward: what it runs again is told as well
+        with _compat.checkpointed_through(self, lambda run: functools.partial(tell, run)):
+            return tell(rebound(original, self), *args, **kwargs)
 
     forward.original = original
     return forward
 
 
-@torch.compiler.disable  # the number of chunks changes from row to row
-def forward_in_chunks(
-    mlp: nn.Module, hidden: torch.Tensor, original: Forward, num_chunks: Callable[[nn.Module], int]
-) -> torch.Tensor:
-    """`original` of `mlp` (which may be a copy of the module that it was taken from) in chunks of `hidden`."""
-    chunks, whole = num_chunks(mlp), rebound(original, mlp)
-    return whole(hidden) if chunks == 1 else in_chunks(summed_over_chunks(mlp, whole, chunks), hidden, chunks)
+@functools.partial(torch.compiler.disable, recursive=False)
+def _told(num_chunks: int, run: Callable, *args: Any, **kwargs: Any) -> Any:
+    token = _num_chunks.set(num_chunks)
+    try:
+        return run(*args, **kwargs)
+    finally:
+        _num_chunks.reset(token)
+
+
+def _tiled(original: Forward) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
+    @torch.compiler.disable  # the number of chunks changes from sample to sample
+    def forward(self: nn.Module, hidden: torch.Tensor) -> torch.Tensor:  # [1, n, hidden_size] both
+        chunks, whole = _num_chunks.get(), rebound(original, self)
+        return whole(hidden) if chunks == 1 else in_chunks(summed_over_chunks(self, whole, chunks), hidden, chunks)
+
+    forward.original = original
+    return forward
 
 
 def in_chunks(forward: Forward, hidden: torch.Tensor, num_chunks: int) -> torch.Tensor:

@@ -1,14 +1,15 @@
-"""The load-balancing loss of mixture-of-experts routers, over the whole row.
+"""The load-balancing loss of mixture-of-experts routers, over the whole packed sample.
 
 With P_e the mean probability and f_e the mean number of choices of expert e, taken over all layers and tokens, the
 loss is E * sum_e f_e P_e (Switch Transformer, arXiv:2101.03961, equations 4 to 6; as in transformers). It is no sum
 over tokens, so ranks cannot each compute it on their shard. They add up their counts and probabilities first.
 
-Which tokens: those of one row, which is what one process sees in a micro-step; padding slots do not count. A row
-without any target (a filler where other replicas have one row more) has no such loss, as it has no token loss.
+Which tokens: those of one packed sample, which is what one process sees in a micro-step; padding slots do not count. A
+dummy sample (no target at all; made where other replicas have one sample more) has no such loss, as it has no token
+loss.
 
 Gradient: f_e is made of counts and has none, and P_e = sum over ranks of S_re / T, with S_re the sum of rank r's
-probabilities and T = layers x tokens of the row. So rank r's part is E * sum_e f_e S_re / T: the parts of all ranks
+probabilities and T = layers x tokens of the sample. So rank r's part is E * sum_e f_e S_re / T: the parts of all ranks
 add up to the loss, and their gradients to its gradient.
 """
 
@@ -22,12 +23,12 @@ from torch import nn
 from hf_cp.attention.merge import accumulator_dtype
 from hf_cp.config import IGNORE_INDEX
 from hf_cp.distributed.collectives import sum_over_cp
-from hf_cp.distributed.mesh import ContextParallelMesh
+from hf_cp.distributed.communicator import Communicator
 from hf_cp.sequence.layout import SequenceLayout
 
 
 class BalanceLoss(NamedTuple):
-    """The load-balancing loss of a row (scalar, without graph) and this rank's part of it (scalar, with graph)."""
+    """The load-balancing loss of a sample (scalar, without graph) and this rank's part of it (scalar, with graph)."""
 
     value: torch.Tensor
     part: torch.Tensor
@@ -58,7 +59,7 @@ def uses_balance_loss(model: nn.Module, *, requested: bool | None, with_labels: 
     if requested and not with_labels:
         raise ValueError(
             "output_router_logits=True was given without labels: the load-balancing loss is part of the loss of a "
-            "row.\n  Pass labels and shift_labels, or leave output_router_logits out."
+            "sample.\n  Pass labels and shift_labels, or leave output_router_logits out."
         )
     if requested is None:
         requested = getattr(model.config, "output_router_logits", False)
@@ -77,38 +78,39 @@ def balance_loss(
     router_logits: tuple[torch.Tensor, ...],
     shift_labels: torch.Tensor,
     layout: SequenceLayout,
-    mesh: ContextParallelMesh,
+    comm: Communicator,
 ) -> BalanceLoss:
-    """The load-balancing loss of the row; every rank of the group must call it.
+    """The load-balancing loss of the sample; every rank of the group must call it.
 
     Args:
         model (`nn.Module`): the causal LM, for its number of experts and of choices per token.
         router_logits (tuple of `torch.Tensor`): [n, num_experts] of every layer with experts.
         shift_labels (`torch.Tensor`): int64 [1, n].
-        layout (`SequenceLayout`): of the row.
-        mesh (`ContextParallelMesh`): the ranks that share the row.
+        layout (`SequenceLayout`): of the sample.
+        comm (`Communicator`): of the ranks that share the sample.
 
     Raises:
         ValueError: gradients are on, but reentrant checkpointing has cut them off the router logits.
     """
     _check_graph(model, router_logits)
-    num_tokens = int((layout.indices(mesh.cp_rank) >= 0).sum())  # on the host; padding is at the end
+    num_tokens = int((layout.indices(comm.mesh.cp_rank) >= 0).sum())  # on the host; padding is at the end
     choices, probabilities = _local_sums(router_logits, num_tokens, top_k=model.num_experts_per_tok)
     num_targets = (shift_labels != IGNORE_INDEX).sum().to(choices).view(1)
-    sums = sum_over_cp(torch.cat([choices, probabilities, num_targets]), mesh)
+    sums = sum_over_cp(torch.cat([choices, probabilities, num_targets]), comm)
     total_choices, total_probabilities, total_targets = sums.split([len(choices), len(choices), 1])
-    num_rows = layout.num_tokens * len(router_logits)  # T: a token counts once in every layer
-    # d(loss)/d(S_re) = E f_e / T with f_e = choices_e / T; 0 for a row without targets
-    weights = total_choices * (model.num_experts * (total_targets > 0) / num_rows**2)
+    num_tokens_seen = layout.num_tokens * len(router_logits)  # T: a token counts once in every layer
+    # d(loss)/d(S_re) = E f_e / T with f_e = choices_e / T; 0 for a sample without targets
+    weights = total_choices * (model.num_experts * (total_targets > 0) / num_tokens_seen**2)
     return BalanceLoss(value=weights @ total_probabilities, part=weights @ probabilities)
 
 
 def add_balance_loss(
-    loss: torch.Tensor, balance: BalanceLoss, *, coefficient: float, mesh: ContextParallelMesh, summed: bool
+    loss: torch.Tensor, balance: BalanceLoss, *, coefficient: float, cp_size: int, summed: bool
 ) -> torch.Tensor:
     """The loss of [`reduce_losses`] with `coefficient` times the load-balancing loss.
 
-    As in transformers it is added once per row and not divided by the targets: the sum over the rows of a step.
+    As in transformers it is added once per sample and not divided by the targets: the sum over the samples of an
+    optimizer step.
 
     Args:
         summed (`bool`): whether `loss` is this rank's part of a sum over ranks (`num_items_in_batch` was given), else
@@ -116,8 +118,8 @@ def add_balance_loss(
     """
     if summed:
         return loss + coefficient * balance.part
-    # value: that of the row; gradient: cp_size * d(part), since averaging divides by cp_size
-    return loss + coefficient * (balance.value + mesh.cp_size * (balance.part - balance.part.detach()))
+    # value: that of the sample; gradient: cp_size * d(part), since averaging divides by cp_size
+    return loss + coefficient * (balance.value + cp_size * (balance.part - balance.part.detach()))
 
 
 def _local_sums(

@@ -2,8 +2,11 @@
 
 `apply_context_parallel` registers one attention function with transformers, points the model's attention at it, and
 replaces the model's `forward` by one that computes the loss in chunks on the local shard. All state sits on the model,
-so two models in one process do not see each other. The row's layout comes with each batch as the keyword argument
-`hf_cp_layout`, so a recomputed forward pass (gradient checkpointing) sees its own batch's layout.
+so two models in one process do not see each other. The packed sample comes with each batch as the keyword argument
+`hf_cp_sample`, so a recomputed forward pass (gradient checkpointing) sees its own batch's sample.
+
+The way of a batch: `forward` (is the patch on?) -> `_forward` (checks, loss) -> the model's own decoder ->
+`_attention` (once per layer) -> `hf_cp.attention.usp`.
 """
 
 from __future__ import annotations
@@ -23,21 +26,21 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from hf_cp.attention.kernels import choose_kernel
-from hf_cp.attention.recompute import make_now
-from hf_cp.attention.usp import choose_engine, context_parallel_attention
+from hf_cp import _compat
+from hf_cp.attention.recompute import NoMemory
+from hf_cp.attention.usp import usp_attention
 from hf_cp.config import ContextParallelConfig
-from hf_cp.distributed.mesh import ContextParallelMesh
-from hf_cp.models.batch import check_batch
+from hf_cp.distributed.communicator import Communicator
+from hf_cp.distributed.mesh import ContextParallelMesh, config_of
+from hf_cp.models.batch import agreed_sample, sample_of
 from hf_cp.models.checkpointing import KeptAttention, kept_attention
 from hf_cp.models.loss import reduce_losses, token_losses
-from hf_cp.models.methods import rebound
-from hf_cp.models.mlp import check_mlps, tile_mlps, untile_mlps
+from hf_cp.models.mlp import check_mlps, rebound, tile_mlps, untile_mlps
 from hf_cp.models.moe import add_balance_loss, balance_loss, is_mixture, token_loss_only, uses_balance_loss
-from hf_cp.models.rope import frequencies_of_the_row, rotaries_by_length
+from hf_cp.models.rope import frequencies_of_the_sample, rotaries_by_length
 from hf_cp.models.supported import check_model
 from hf_cp.sequence.layout import SequenceLayout
-from hf_cp.sequence.plan import attention_plan
+from hf_cp.sequence.sample import SAMPLE_KEY, PackedSample
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +55,7 @@ class ShardedLossOutput(CausalLMOutputWithPast):
 
     Args:
         token_losses (`torch.Tensor`): [n], cross-entropy of each local slot, 0 where there is no target.
-        aux_loss (`torch.Tensor`, *optional*): the row's load-balancing loss, before its coefficient (`loss` has it
+        aux_loss (`torch.Tensor`, *optional*): the sample's load-balancing loss, before its coefficient (`loss` has it
             in), if the model has experts and `output_router_logits` is set.
     """
 
@@ -60,27 +63,39 @@ class ShardedLossOutput(CausalLMOutputWithPast):
     aux_loss: torch.Tensor | None = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class ContextParallelState:
-    """What a patched model remembers."""
+    """What a patched model remembers.
+
+    Args:
+        config (`ContextParallelConfig`): the settings.
+        comm (`Communicator`): the processes, and what has been sent between them.
+        attn_implementation (`str`): before the patch.
+        forward (`Callable`): before the patch.
+        patched (`Callable`): the function in place of `forward`.
+        rotaries (`tuple`): those modules whose frequencies depend on the length of a sample.
+        active (`bool`): inside of [`context_parallel_disabled`] the model carries a copy that is not.
+    """
 
     config: ContextParallelConfig
-    mesh: ContextParallelMesh
-    attn_implementation: str  # before the patch
-    forward: Callable  # before the patch
-    rotaries: tuple[nn.Module, ...] = ()  # those whose frequencies depend on the row's length
+    comm: Communicator
+    attn_implementation: str
+    forward: Callable
+    patched: Callable
+    rotaries: tuple[nn.Module, ...] = ()
     active: bool = True
-    kernel_name: str | None = None  # of the first attention call
-    engine_name: str | None = None  # of the ring axis, in the first attention call
-    lockstep_length: int = 0  # of the row in the layer that runs; its attention sets it for the MLP that follows
-    patched: Callable | None = None  # the function in place of `forward`
 
-    def num_mlp_chunks(self) -> int:
-        """Into how many chunks the MLP that runs now is cut: the same number on all ranks."""
-        return -(-self.lockstep_length // self.config.mlp_chunk_tokens) if self.active else 1
+    @property
+    def mesh(self) -> ContextParallelMesh:
+        return self.comm.mesh
 
 
-def apply_context_parallel(model: nn.Module, config_or_mesh: ContextParallelConfig | ContextParallelMesh) -> nn.Module:
+def apply_context_parallel(
+    model: nn.Module,
+    config_or_mesh: ContextParallelConfig | ContextParallelMesh,
+    *,
+    mesh: ContextParallelMesh | None = None,
+) -> nn.Module:
     """Makes a causal LM of one of the families in `hf_cp.models.supported` context-parallel, in place.
 
     Works before or after `peft.get_peft_model`. The patched model takes batches of
@@ -90,16 +105,18 @@ def apply_context_parallel(model: nn.Module, config_or_mesh: ContextParallelConf
 
     Args:
         model (`nn.Module`): a `PreTrainedModel` or a PEFT model around one.
-        config_or_mesh: the config, or a mesh to share between models.
+        config_or_mesh: the config; or a mesh, for the default settings with its degrees.
+        mesh (`ContextParallelMesh`, *optional*): a mesh to share between models; by default one is made.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: the model (or a setting of it) is not supported, or its heads or the world do not fit the degrees.
+        ValueError: the model (or a setting of it) is not supported, its heads or the world do not fit the degrees, or
+            the mesh was made for other degrees or from a config whose settings would be lost.
         RuntimeError: more than one process is launched, but `torch.distributed` is not initialised.
     """
-    config = config_or_mesh if isinstance(config_or_mesh, ContextParallelConfig) else config_or_mesh.config
+    config = config_of(config_or_mesh)
     if not config.enabled:
         return model
     base = base_causal_lm(model)
@@ -109,29 +126,41 @@ def apply_context_parallel(model: nn.Module, config_or_mesh: ContextParallelConf
             "  Call remove_context_parallel(model) before applying another config."
         )
     check_model(model, base, config)
+    layers = base.get_decoder().layers
     if config.mlp_chunk_tokens is not None:
-        check_mlps(base.get_decoder().layers, config.mlp_chunk_tokens)
-    mesh = config_or_mesh if isinstance(config_or_mesh, ContextParallelMesh) else ContextParallelMesh(config)
-    implementation, rotaries = base.config._attn_implementation, rotaries_by_length(base)
-    state = ContextParallelState(config, mesh, implementation, base.forward, rotaries)
-    _register_attention()
-    _give_own_config(model, base)
-    setattr(base, _STATE, state)
-    for layer in base.get_decoder().layers:
-        setattr(layer.self_attn, _STATE, state)
-    if config.mlp_chunk_tokens is not None:
-        for layer in base.get_decoder().layers:
-            setattr(layer.mlp, _STATE, state)
-        tile_mlps(base.get_decoder().layers, _num_mlp_chunks)
-    state.patched = _wrap_forward(state.forward)
-    base.forward = MethodType(state.patched, base)
-    base.set_attn_implementation(ATTENTION_NAME)
+        check_mlps(layers, config.mlp_chunk_tokens)
+    if mesh is None:
+        mesh = config_or_mesh if isinstance(config_or_mesh, ContextParallelMesh) else ContextParallelMesh(config)
+    fault = mesh.degrees_fault(config, "The config")
+    if fault is not None:
+        raise ValueError(fault)
+    _patch(model, base, config, mesh)
     if mesh.rank == 0:
         logger.info(
-            "%s: %d processes share a row (%s), layout %s, ring_comm %s, kernel %s",
+            "%s: %d processes share a sample (%s), layout %s, ring_comm %s, kernel %s",
             type(base).__name__, mesh.cp_size, mesh, config.resolved_layout, config.ring_comm, config.kernel,
         )  # fmt: skip
     return model
+
+
+def _patch(model: nn.Module, base: PreTrainedModel, config: ContextParallelConfig, mesh: ContextParallelMesh) -> None:
+    state = ContextParallelState(
+        config,
+        Communicator(mesh),
+        attn_implementation=_compat.attention_implementation(base.config),
+        forward=base.forward,
+        patched=_wrap_forward(base.forward),
+        rotaries=rotaries_by_length(base),
+    )
+    _register_attention()
+    _give_own_config(model, base)
+    layers = base.get_decoder().layers
+    for module in (base, *(layer.self_attn for layer in layers)):
+        setattr(module, _STATE, state)
+    if config.mlp_chunk_tokens is not None:
+        tile_mlps(layers, config.mlp_chunk_tokens)
+    base.forward = MethodType(state.patched, base)
+    base.set_attn_implementation(ATTENTION_NAME)
 
 
 def remove_context_parallel(model: nn.Module) -> nn.Module:
@@ -140,38 +169,35 @@ def remove_context_parallel(model: nn.Module) -> nn.Module:
     if state is None:
         return model
     base = base_causal_lm(model)
-    state.active = False  # for wrappers that hold on to the patched forward
+    layers = base.get_decoder().layers
     base.set_attn_implementation(state.attn_implementation)
     if getattr(vars(base)["forward"], "__func__", None) is not state.patched:
-        pass  # something stands around the patch; it stays, and the patch in it only passes calls on
+        pass  # something stands around the patch; it stays, and without a state the patch in it only passes calls on
     elif getattr(state.forward, "__func__", None) is type(base).forward:
         del base.forward
     else:
         base.forward = state.forward
-    delattr(base, _STATE)
-    for layer in base.get_decoder().layers:
-        delattr(layer.self_attn, _STATE)
+    for module in (base, *(layer.self_attn for layer in layers)):
+        delattr(module, _STATE)
     if state.config.mlp_chunk_tokens is not None:
-        untile_mlps(base.get_decoder().layers)
-        for layer in base.get_decoder().layers:
-            delattr(layer.mlp, _STATE)
+        untile_mlps(layers)
     return model
 
 
 @contextmanager
 def context_parallel_disabled(model: nn.Module) -> Iterator[nn.Module]:
-    """Inside, the patched model is the original one: whole rows, one process, its own attention and loss."""
+    """Inside, the patched model is the original one: whole samples, one process, its own attention and loss."""
     state = context_parallel_state(model)
     if state is None or not state.active:
         yield model
         return
     base = base_causal_lm(model)
     try:
-        state.active = False
+        setattr(base, _STATE, replace(state, active=False))
         base.set_attn_implementation(state.attn_implementation)
         yield model
     finally:
-        state.active = True
+        setattr(base, _STATE, state)
         base.set_attn_implementation(ATTENTION_NAME)
 
 
@@ -193,7 +219,7 @@ def running_as(model: nn.Module, config: ContextParallelConfig, mesh: ContextPar
 
 
 def local_token_losses(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-    """Cross-entropy of each local slot of a collator's batch, [n]; of the whole row if the model is not patched.
+    """Cross-entropy of each local slot of a collator's batch, [n]; of the whole sample if the model is not patched.
 
     Call it on every rank of the group.
     """
@@ -234,21 +260,24 @@ def _give_own_config(model: nn.Module, base: PreTrainedModel) -> None:
             module.config = own
 
 
-def _num_mlp_chunks(mlp: nn.Module) -> int:
-    return vars(mlp)[_STATE].num_mlp_chunks()
-
-
 def _wrap_forward(original: Callable) -> Callable:
     @functools.partial(torch.compiler.disable, recursive=False)
     @functools.wraps(getattr(original, "__func__", original))  # the function: its signature begins with self
-    def forward(self, *args: Any, hf_cp_layout: SequenceLayout | None = None, **kwargs: Any):
+    def forward(
+        self,
+        *args: Any,
+        hf_cp_sample: PackedSample | None = None,
+        hf_cp_layout: SequenceLayout | None = None,
+        **kwargs: Any,
+    ):
         state: ContextParallelState | None = getattr(self, _STATE, None)
         if state is None or not state.active or state.patched is not forward:  # the last: of an earlier patch
             return rebound(original, self)(*args, **kwargs)
-        if hf_cp_layout is None and any(kwargs.get(name) is not None for name in ("cache", "past_key_values")):
+        sample = sample_of(hf_cp_sample, hf_cp_layout)
+        if sample is None and any(kwargs.get(name) is not None for name in ("cache", "past_key_values")):
             with context_parallel_disabled(self):  # generate(): every rank holds the whole text
                 return rebound(original, self)(*args, **kwargs)
-        return _forward(self, state, hf_cp_layout, *args, **kwargs)
+        return _forward(self, state, sample, *args, **kwargs)
 
     # accelerate's unwrap_model(keep_fp32_wrapper=False) follows __wrapped__ to its end: that must be this function
     forward.__signature__ = inspect.signature(forward)
@@ -260,7 +289,7 @@ def _wrap_forward(original: Callable) -> Callable:
 def _forward(
     model: PreTrainedModel,
     state: ContextParallelState,
-    layout: SequenceLayout | None,
+    sample: PackedSample | None,
     input_ids: torch.Tensor | None = None,
     attention_mask: torch.Tensor | None = None,
     position_ids: torch.Tensor | None = None,
@@ -275,13 +304,14 @@ def _forward(
     """The model on this rank's shard, loss in chunks; logits of the shard if there are no labels."""
     if labels is not None:
         _refuse_tuples(model, kwargs.get("return_dict"))
-    state.mesh.traffic.note_forward()
+    comm = state.comm
+    comm.note_forward()
     tokens = kwargs.get("inputs_embeds") if input_ids is None else input_ids
     is_partitioned = hasattr(next(model.parameters()), "ds_id")  # ZeRO-3: every module call gathers from the world
-    check_batch(tokens, attention_mask, labels, shift_labels, layout, state.mesh, in_lockstep=is_partitioned)
+    sample = agreed_sample(tokens, attention_mask, labels, shift_labels, sample, comm, in_step=is_partitioned)
     if position_ids is None:
-        position_ids = layout.position_ids(state.mesh.cp_rank).to(tokens.device).unsqueeze(0)
-    kwargs |= {"position_ids": position_ids, "hf_cp_layout": layout, "use_cache": False}
+        position_ids = sample.layout.position_ids(comm.mesh.cp_rank).to(tokens.device).unsqueeze(0)
+    kwargs |= {"position_ids": position_ids, SAMPLE_KEY: sample, "use_cache": False}
     if state.config.keep_attention:
         kwargs["hf_cp_kept"] = kept_attention(model.get_decoder().layers)
     is_balanced = uses_balance_loss(
@@ -292,7 +322,7 @@ def _forward(
     )
     if is_mixture(model):
         kwargs["output_router_logits"] = is_balanced
-    with frequencies_of_the_row(state.rotaries, layout, position_ids, mesh=state.mesh):
+    with frequencies_of_the_sample(state.rotaries, sample, position_ids, comm=comm):
         if labels is None:
             return state.forward(input_ids, **kwargs)
         if kwargs.get("fused_lm_head"):  # TRL's own head around the decoder; it scores the hidden states of the shard
@@ -303,16 +333,16 @@ def _forward(
         outputs.last_hidden_state[0],
         model.get_output_embeddings(),
         shift_labels[0],
-        num_chunks=-(-layout.lockstep_length // state.config.loss_chunk_tokens),
+        num_chunks=sample.num_chunks(state.config.loss_chunk_tokens),
         label_smoothing=hf_cp_label_smoothing,
         on_logits=hf_cp_on_logits,
     )
-    loss = reduce_losses(losses, shift_labels, state.mesh, num_items_in_batch=num_items_in_batch)
-    aux_loss = None
+    loss, aux_loss = reduce_losses(losses, shift_labels, comm, num_items_in_batch=num_items_in_batch), None
     if is_balanced:
-        balance = balance_loss(model, outputs.router_logits, shift_labels, layout, state.mesh)
-        aux_loss, is_sum = balance.value, num_items_in_batch is not None
-        loss = add_balance_loss(loss, balance, coefficient=model.router_aux_loss_coef, mesh=state.mesh, summed=is_sum)
+        balance = balance_loss(model, outputs.router_logits, shift_labels, sample.layout, comm)
+        aux_loss, summed = balance.value, num_items_in_batch is not None
+        coefficient, cp_size = model.router_aux_loss_coef, comm.mesh.cp_size
+        loss = add_balance_loss(loss, balance, coefficient=coefficient, cp_size=cp_size, summed=summed)
     return ShardedLossOutput(loss=loss, hidden_states=outputs.hidden_states, token_losses=losses, aux_loss=aux_loss)
 
 
@@ -339,7 +369,7 @@ def _attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    hf_cp_layout: SequenceLayout | None = None,
+    hf_cp_sample: PackedSample | None = None,
     hf_cp_kept: KeptAttention | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # [1, n, H, D]
@@ -350,29 +380,28 @@ def _attention(
         raise ValueError(
             f"Context-parallel attention got {', '.join(given)}, which it cannot compute. Leave them unset."
         )
-    if hf_cp_layout is None:
+    if hf_cp_sample is None:
         raise ValueError(
-            f"Attention of layer {module.layer_idx} was called without hf_cp_layout while context parallelism is on.\n"
+            f"Attention of layer {module.layer_idx} was called without hf_cp_sample while context parallelism is on.\n"
             "  Pass the batches of DataCollatorForContextParallel as model(**batch), or use "
-            "context_parallel_disabled(model) for whole rows."
+            "context_parallel_disabled(model) for whole samples."
         )
     if sliding_window is None:  # some families put the window into their mask only
         sliding_window = getattr(module, "sliding_window", None)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     state: ContextParallelState = getattr(module, _STATE)
-    state.lockstep_length = hf_cp_layout.lockstep_length
-    place = state.mesh.place  # a lost peer is reported with it
-    place.enter(module.layer_idx, hf_cp_layout.micro_step)
-    with nullcontext(make_now) if hf_cp_kept is None else hf_cp_kept.layer(module.layer_idx, q.device) as once:
-        out = context_parallel_attention(
-            q, k, v, mesh=state.mesh, layout=hf_cp_layout, window=sliding_window, scale=scaling, once=once
-        )
-    place.follow(out)
-    if state.kernel_name is None:  # known once the first call has shown the dtype; said once
-        state.kernel_name = choose_kernel(state.config.kernel, out, out).name
-        state.engine_name = choose_engine(state.config, attention_plan(hf_cp_layout, window=sliding_window))
-        if state.mesh.rank == 0:
-            logger.info("Attention runs the %s kernel in %s on %s", state.kernel_name, out.dtype, out.device.type)
+    progress = state.comm.progress  # a lost peer is reported with it
+    is_first = progress.kernel is None
+    progress.enter(module.layer_idx, hf_cp_sample.micro_step)
+    kept = nullcontext(NoMemory()) if hf_cp_kept is None else hf_cp_kept.layer(module.layer_idx, q.device)
+    with kept as memory:
+        out = usp_attention(
+            q, k, v, sample=hf_cp_sample, comm=state.comm, config=state.config, window=sliding_window, scale=scaling,
+            memory=memory,
+        )  # fmt: skip
+    progress.follow(out)
+    if is_first and state.mesh.rank == 0:  # known once a call has shown the dtype; said once
+        logger.info("Attention runs the %s kernel in %s on %s", progress.kernel, out.dtype, out.device.type)
     return out.unsqueeze(0), None
 
 

@@ -1,4 +1,4 @@
-"""RoPE whose frequencies depend on the length of a row: every rank takes the length of the whole row.
+"""RoPE whose frequencies depend on the length of a sample: every rank takes the length of the whole row.
 
 `dynamic` (NTK-aware scaling) and `longrope` (LongRoPE, arXiv:2402.13753) choose their frequencies by the largest
 position that a call sees; `dynamic` keeps those of the longest row so far until a row is shorter than the original
@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_cp.distributed.collectives import gather_ints_over_cp
-from hf_cp.distributed.mesh import ContextParallelMesh
-from hf_cp.sequence.layout import SequenceLayout
+from hf_cp.distributed.communicator import Communicator
+from hf_cp.distributed.host import gather_over_cp
+from hf_cp.sequence.sample import PackedSample
 
 FIXED = ("default", "linear", "llama3", "yarn")  # frequencies are a function of the config alone
 BY_LENGTH = ("dynamic", "longrope")
@@ -77,7 +77,7 @@ def set_rope_parameters(config: Any, rope_parameters: Mapping[str, Any]) -> None
 
 
 def rotaries_by_length(model: nn.Module) -> tuple[nn.Module, ...]:
-    """The rotary embeddings inside `model` whose frequencies depend on the length of a row."""
+    """The rotary embeddings inside `model` whose frequencies depend on the length of a sample."""
 
     def types(module: nn.Module) -> set[str]:
         found = getattr(module, "rope_type", None)
@@ -87,23 +87,23 @@ def rotaries_by_length(model: nn.Module) -> tuple[nn.Module, ...]:
 
 
 @contextmanager
-def frequencies_of_the_row(
-    rotaries: tuple[nn.Module, ...], layout: SequenceLayout, position_ids: torch.Tensor, *, mesh: ContextParallelMesh
+def frequencies_of_the_sample(
+    rotaries: tuple[nn.Module, ...], sample: PackedSample, position_ids: torch.Tensor, *, comm: Communicator
 ) -> Iterator[None]:
-    """Inside, `rotaries` choose their frequencies by the largest position of the whole row.
+    """Inside, `rotaries` choose their frequencies by the largest position of the whole sample.
 
     Args:
         rotaries: from [`rotaries_by_length`]; with none of them nothing is done.
-        layout (`SequenceLayout`): of the row. The collator has put the row's largest position on it; for a batch that
-            was made by hand the ranks of the group tell each other theirs.
+        sample (`PackedSample`): the collator has noted its largest position; for a batch that was made by hand the
+            ranks of the group tell each other theirs.
         position_ids (`torch.Tensor`): int64 [1, n], the local ones; 0 in padding.
     """
     if not rotaries:
         yield
         return
-    longest = layout.max_position
+    longest = sample.max_position
     if longest is None:
-        longest = max(peer for (peer,) in gather_ints_over_cp([int(position_ids.max())], mesh))
+        longest = max(peer for (peer,) in gather_over_cp([int(position_ids.max())], comm=comm))
     with ExitStack() as hooks:
         for rotary in rotaries:
             hooks.enter_context(_extra_position(rotary, longest))

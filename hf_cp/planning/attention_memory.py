@@ -218,7 +218,7 @@ class _RingMemory(_EngineMemory):
         """(S of the shard that is here, the calls on it) in each step."""
         size = self.plan.layout.ring_degree if self.plan.needs_traffic else 1
         sources = [(self.rank - step) % size for step in range(size)]
-        rows = [self.plan.shared_rows(source) for source in sources]
+        rows = [self.plan.shared_slots(source) for source in sources]
         far = [renumber_keys(self.plan.tiles(self.rank, s), r) for s, r in zip(sources[1:], rows[1:], strict=True)]
         calls = [self.groups(tiles) for tiles in (self.plan.tiles(self.rank, self.rank), *far)]
         return [len(r) for r in rows] if size > 1 else [0], calls
@@ -251,10 +251,10 @@ class _ExchangeMemory(_EngineMemory):
         if not self.plan.needs_traffic:
             return 0, 0, []
         others = [rank for rank in range(self.plan.layout.ring_degree) if rank != self.rank]
-        sent = sum(len(self.plan.kv_rows(self.rank, other)) for other in others)
+        sent = sum(len(self.plan.kv_slots(self.rank, other)) for other in others)
         begin, tiles = 0, []
         for other in others:
-            rows = self.plan.kv_rows(other, self.rank)
+            rows = self.plan.kv_slots(other, self.rank)
             part = renumber_keys(self.plan.tiles(self.rank, other), rows)
             tiles += [tile._replace(k_start=tile.k_start + begin) for tile in part]
             begin += len(rows)
@@ -289,9 +289,9 @@ class _GatherMemory(_EngineMemory):
         """(rows that this rank sends, that arrive, that are put in order; own tiles, far tiles)."""
         if not self.plan.needs_traffic:
             return 0, 0, 0, self.plan.tiles(self.rank, self.rank), []
-        keys = self.plan.gathered(self.rank, by_row=self.bands)
-        arrived = keys.rows_per_rank * self.plan.layout.ring_degree
-        return keys.rows_per_rank, arrived, 0 if keys.order is None else len(keys.order), keys.own_tiles, keys.tiles
+        keys = self.plan.gathered(self.rank, in_order=self.bands)
+        arrived = keys.slots_per_rank * self.plan.layout.ring_degree
+        return keys.slots_per_rank, arrived, 0 if keys.order is None else len(keys.order), keys.own_tiles, keys.tiles
 
     def forward_phases(self, calls: _Calls) -> tuple[int, list[int]]:
         (sent, arrived, ordered, own, far), groups = self._sizes(), self.gather_chunks

@@ -16,7 +16,7 @@ from hf_cp.attention.usp import choose_engine
 from hf_cp.config import ContextParallelConfig
 from hf_cp.data.order import RowOrder, attention_areas
 from hf_cp.data.packed import PackedDataset
-from hf_cp.sequence.costs import AttentionShape, ring_bytes, ring_rows, ulysses_bytes
+from hf_cp.sequence.costs import AttentionShape, ring_bytes, ring_tokens, ulysses_bytes
 from hf_cp.sequence.layout import SequenceLayout
 from hf_cp.sequence.packing import PackingManifest
 from hf_cp.sequence.plan import AttentionPlan
@@ -202,7 +202,7 @@ class _SplitRow:
     def _traffic(self, engine: str) -> EngineTraffic:
         """Of the rank that sends most rows in a forward pass, and of the one that sends most bytes in both."""
         ranks, shape = range(self.config.ring_degree), self.attention.shape
-        sent = [sum(n * ring_rows(plan, rank, engine)[0] for plan, n in self.plans) for rank in ranks]
+        sent = [sum(n * ring_tokens(plan, rank, engine)[0] for plan, n in self.plans) for rank in ranks]
         by_rank = tuple(total / self.attention.num_layers for total in sent)
         full = (self.config.ring_degree - 1) * self.layout.ring_shard_length
         most = None

@@ -18,8 +18,8 @@ from hf_cp.planning.memory import Memory, Training, run_memory
 from hf_cp.planning.model_shape import ModelShape
 from hf_cp.planning.rows import Rows
 from hf_cp.planning.step_time import Cluster, RowCost, StepTime
-from hf_cp.sequence.engine import choose_engine
-from hf_cp.sequence.plan import attention_plan
+from hf_cp.sequence.costs import choose_engine
+from hf_cp.sequence.plan import AttentionPlan
 
 TIE = 0.05  # relative difference of estimates that is no difference
 MEMORY_SHARE = 0.9  # of the memory that a plan may use: estimates err, allocators fragment
@@ -287,7 +287,7 @@ def _transients(row: RowCost) -> int:
     """Bytes that an attention call needs for a moment, on the first rank, in the pass and layer that need most."""
     config, passes = row.config, []
     for window, _ in row.model.windows:
-        plan = attention_plan(row.layout, window=window)
+        plan = AttentionPlan(row.layout, window=window)
         engine = choose_engine(config, plan)
         memory = attention_memory(row.shape, plan, 0, engine, head_chunks=config.head_chunks, bands=True)
         passes += [memory.forward.transient, memory.backward.transient]

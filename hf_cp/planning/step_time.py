@@ -21,14 +21,14 @@ from hf_cp.sequence.costs import (
     BACKWARD_FLOPS,
     AttentionShape,
     attention_flops,
+    choose_engine,
     ring_bytes,
-    ring_rows,
+    ring_tokens,
     row_elements,
     ulysses_bytes,
 )
-from hf_cp.sequence.engine import choose_engine
 from hf_cp.sequence.layout import SequenceLayout
-from hf_cp.sequence.plan import AttentionPlan, attention_plan
+from hf_cp.sequence.plan import AttentionPlan
 
 SAMPLED_RANKS = 8  # ring ranks whose work is looked at; layouts balance it to about 1 %
 TERA, GIGA = 1e12, 1e9
@@ -184,12 +184,12 @@ class RowCost:
         """What moves keys and values over the ring axis: one engine, or two where windows differ; none without."""
         if self.config.ring_degree == 1:
             return ()
-        plans = [attention_plan(self.layout, window=window) for window, _ in self.model.windows]
+        plans = [AttentionPlan(self.layout, window=window) for window, _ in self.model.windows]
         return tuple(dict.fromkeys(choose_engine(self.config, plan) for plan in plans))
 
     def attention(self, window: int | None) -> AttentionCost:
         """One layer with this window."""
-        plan, config = attention_plan(self.layout, window=window), self.config
+        plan, config = AttentionPlan(self.layout, window=window), self.config
         ring = _ring(self, plan)
         traded = ulysses_bytes(self.shape, local_length=self.layout.local_length, ulysses_degree=config.ulysses_degree)
         link = self.cluster.link_to_all(config.ulysses_degree, config.ulysses_degree, for_trades=True)
@@ -302,7 +302,7 @@ def _ring(row: RowCost, plan: AttentionPlan) -> AttentionCost:
         exposed = _relay(forward, backward, kv_bytes / (size - 1), (both - kv_bytes) / (size - 1), link)
     else:
         link = row.cluster.link_to_all(size, row.config.cp_size)
-        busiest = max(_one_way(*ring_rows(plan, rank, comm), link) for rank in ranks) * row_elements(
+        busiest = max(_one_way(*ring_tokens(plan, rank, comm), link) for rank in ranks) * row_elements(
             row.shape, row.config.ulysses_degree
         )
         exposed = _at_once(

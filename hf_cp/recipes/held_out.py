@@ -23,8 +23,9 @@ import torch
 
 from hf_cp.config import IGNORE_INDEX
 from hf_cp.data.loader import ContextParallelDataLoader
+from hf_cp.distributed.communicator import Communicator
+from hf_cp.distributed.host import sum_over_world
 from hf_cp.distributed.mesh import ContextParallelMesh
-from hf_cp.distributed.reduce import sum_over_world
 from hf_cp.models.patch import base_causal_lm, local_token_losses
 from hf_cp.sequence.layout import SequenceLayout
 from hf_cp.sequence.packing import PackingManifest
@@ -139,7 +140,8 @@ def document_losses(
     finally:
         model.train(was_training)
     return DocumentLosses(
-        tuple(sum_over_world(sums.tolist(), mesh=mesh)), tuple(sum_over_world(targets.tolist(), mesh=mesh))
+        tuple(sum_over_world(sums.tolist(), comm=Communicator(mesh))),
+        tuple(sum_over_world(targets.tolist(), comm=Communicator(mesh))),
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import lcm
 
+from hf_cp.config import ContextParallelConfig
 from hf_cp.sequence.plan import AttentionPlan
 
 BACKWARD_FLOPS = 2.5  # five matrix products instead of two
@@ -40,7 +41,7 @@ def ulysses_bytes(shape: AttentionShape, *, local_length: int, ulysses_degree: i
     return local_length * shape.head_dim * heads * (ulysses_degree - 1) // ulysses_degree * shape.itemsize
 
 
-def ring_rows(plan: AttentionPlan, ring_rank: int, ring_comm: str) -> tuple[int, int]:
+def ring_tokens(plan: AttentionPlan, ring_rank: int, ring_comm: str) -> tuple[int, int]:
     """(rows of K/V in one pass, rows of dK/dV in the backward pass) that `ring_rank` sends.
 
     A relay passes on every shard but the next rank's, and every sum but its own; an all-gather sends the (padded) own
@@ -51,11 +52,11 @@ def ring_rows(plan: AttentionPlan, ring_rank: int, ring_comm: str) -> tuple[int,
         return 0, 0
     if ring_comm == "exchange":
         others = [rank for rank in range(size) if rank != ring_rank]
-        sent, seen = (sum(len(plan.kv_rows(*pair)) for pair in pairs) for pairs in (
+        sent, seen = (sum(len(plan.kv_slots(*pair)) for pair in pairs) for pairs in (
             [(ring_rank, other) for other in others], [(other, ring_rank) for other in others]
         ))  # fmt: skip
         return sent, seen
-    shared = [len(plan.shared_rows(rank)) for rank in range(size)]
+    shared = [len(plan.shared_slots(rank)) for rank in range(size)]
     if ring_comm == "allgather":
         return max(shared) * (size - 1), max(shared) * (size - 1)
     return sum(shared) - shared[(ring_rank + 1) % size], sum(shared) - shared[ring_rank]
@@ -64,7 +65,7 @@ def ring_rows(plan: AttentionPlan, ring_rank: int, ring_comm: str) -> tuple[int,
 def ring_bytes(shape: AttentionShape, plan: AttentionPlan, ring_rank: int, ring_comm: str) -> tuple[int, int]:
     """(forward, backward): rows of 2 D L / u elements; K/V travel in both passes, dK/dV in the backward pass."""
     row = row_elements(shape, plan.layout.ulysses_degree)
-    kv_rows, grad_rows = ring_rows(plan, ring_rank, ring_comm)
+    kv_rows, grad_rows = ring_tokens(plan, ring_rank, ring_comm)
     forward = row * kv_rows * shape.itemsize
     return forward, forward + row * grad_rows * shape.grad_itemsize
 
@@ -78,3 +79,17 @@ def attention_flops(shape: AttentionShape, area: int) -> tuple[float, float]:
     """(forward, backward) of `area` visible (query, key) pairs: two products of 2 D operations per head and pair."""
     forward = 4.0 * shape.head_dim * shape.num_heads * area
     return forward, BACKWARD_FLOPS * forward
+
+
+def choose_engine(config: ContextParallelConfig, plan: AttentionPlan) -> str:
+    """The engine that `ring_comm="auto"` stands for; it follows from config and attention plan, so all ranks agree.
+
+    `exchange` moves the fewest K/V tokens, but holds all that it receives at once. It is taken when that is no more
+    than the two shards which a ring (`p2p`) holds, when a window keeps it short, or when dK/dV are to travel in the
+    compute dtype (a ring would round their sums at every hop); `p2p` otherwise.
+    """
+    if config.ring_comm != "auto":
+        return config.ring_comm
+    is_small = plan.num_shared_tokens <= 2 * plan.layout.ring_shard_length
+    is_exchange = is_small or plan.window is not None or config.grad_comm_dtype == "compute"
+    return "exchange" if is_exchange else "p2p"

@@ -1,13 +1,17 @@
 """Which token of a packed row sits where: the one place that knows.
 
-A row is a list of documents, concatenated. `SequenceLayout` is a pure function of (document lengths, config): it uses
-integers only, needs no processes, and is the same object on every rank. Ids, labels, positions, attention plans and
-the way back (`unshard`) all come from it; nothing is ever read back from local tensors, where a zigzag shard with
-positions [0, 1, 6, 7] looks like two documents.
+A packed sample is a list of documents, concatenated. `SequenceLayout` is a frozen value, a pure function of (document
+lengths, config): it uses integers only, needs no processes, and is the same on every rank. Ids, labels, positions,
+attention plans and the way back (`unshard`) all come from it; nothing is ever read back from local tensors, where a
+zigzag shard with positions [0, 1, 6, 7] looks like two documents.
 
-The row is laid out over the ring axis; a ring shard is padded once, at its end, to a common length that divides by
+The sample is laid out over the ring axis; a ring shard is padded once, at its end, to a common length that divides by
 `ulysses_degree`, and cut into that many contiguous pieces. After the all-to-all over the Ulysses axis the ring shard
-is therefore in order.
+is therefore in order. One document of 8 tokens on ring 2 x Ulysses 2, zigzag (chunks of 8 / 2R = 2 tokens):
+
+    token        0 1 2 3 4 5 6 7
+    ring rank    0 0 1 1 1 1 0 0      shard 0: [0 1 6 7], shard 1: [2 3 4 5]
+    cp_rank      0 0 2 2 3 3 1 1      cp_rank = ring_rank * ulysses_degree + ulysses_rank
 
 >>> layout = SequenceLayout([5, 3], ContextParallelConfig(ring_degree=2, layout="zigzag"))
 >>> layout.indices(0).tolist(), layout.indices(1).tolist()
@@ -18,6 +22,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -41,62 +46,70 @@ class Segments(NamedTuple):
     step: int
 
 
+@dataclass(frozen=True, init=False, repr=False)
 class SequenceLayout:
-    """Maps the tokens of one packed row to context-parallel ranks and back.
+    """Maps the tokens of one packed sample to context-parallel ranks and back.
 
     Args:
-        doc_lengths (`Sequence[int]`): tokens of each document of the row, in order; every length is at least 1.
+        doc_lengths (`Sequence[int]`): tokens of each document of the sample, in order; every length is at least 1.
         config (`ContextParallelConfig`): gives the degrees and the layout rule:
-            `contiguous` (ring rank r holds the r-th slice of the row), `striped` (token i of the row on ring rank i
-            mod R; Striped Attention, arXiv:2311.09431), `zigzag` (every document is cut in 2R chunks
+            `contiguous` (ring rank r holds the r-th slice of the sample), `striped` (token i of the sample on ring
+            rank i mod R; Striped Attention, arXiv:2311.09431), `zigzag` (every document is cut in 2R chunks
             [floor(iL/2R), floor((i+1)L/2R)), ring rank r holds chunks r and 2R-1-r of each) or `document` (documents
             stay whole on one rank, the longest ones are zigzagged; see [`place_documents`]).
 
     Attributes:
         doc_lengths (`tuple[int, ...]`): as given.
-        num_tokens (`int`): tokens of the row, without padding.
-        local_length (`int`): slots of one rank, equal on all ranks of the group.
+        layout (`str`): the rule, with `auto` resolved.
+        ring_degree, ulysses_degree, cp_size (`int`): as in the config.
+        num_tokens (`int`): tokens of the sample, without padding.
+        local_length (`int`): slots of one rank, equal on all ranks of the context-parallel group.
         ring_shard_length (`int`): slots of one ring shard, `local_length * ulysses_degree`.
         cu_seqlens (`torch.Tensor`): int32 [num_docs + 1], global document borders, on the host.
         max_seqlen (`int`): the longest document.
-        row_digest (`int`, *optional*): set by the collator, a hash of the row's content; signed, 64 bits.
-        batch_cp_rank (`int`, *optional*): set by the collator, the rank whose part the batch is.
-        max_position (`int`, *optional*): set by the collator, the largest position id of the row, also where the
-            documents bring positions of their own.
-        is_agreed (`bool`): set by the packed loader once all ranks of the group are known to hold the same row.
-        lockstep_length (`int`): slots of the rank that has most of them; set by the packed loader where data-parallel
-            replicas have rows of other lengths, else `local_length`. What is done in chunks takes its number of chunks
-            from this, so that all ranks make the same module calls (ZeRO-3 gathers parameters in step).
-        micro_step (`int`, *optional*): set by the packed loader, number of the row's micro-step in the epoch.
         digest (`str`): the same on two ranks exactly if their layouts are the same.
 
     Raises:
         ValueError: there is no document, or a length is not a positive integer.
     """
 
+    doc_lengths: tuple[int, ...]
+    layout: str
+    ring_degree: int
+    ulysses_degree: int
+
     def __init__(self, doc_lengths: Sequence[int], config: ContextParallelConfig):
-        self.doc_lengths = tuple(int(length) for length in doc_lengths)
-        if not self.doc_lengths:
-            raise ValueError("A row needs at least one document, got an empty list. Drop empty rows before sharding.")
-        for index, length in enumerate(self.doc_lengths):
+        lengths = tuple(int(length) for length in doc_lengths)
+        if not lengths:
+            raise ValueError(
+                "A packed sample needs at least one document, got an empty list. Drop empty samples before sharding."
+            )
+        for index, length in enumerate(lengths):
             if length < 1:
                 raise ValueError(
                     f"Document {index} has {length} tokens; a document needs at least 1. Drop empty ones first."
                 )
-        self.row_digest: int | None = None
-        self.batch_cp_rank: int | None = None
-        self.max_position: int | None = None
-        self.is_agreed = False
-        self.micro_step: int | None = None
-        self.layout = config.resolved_layout
-        self.ring_degree = config.ring_degree
-        self.ulysses_degree = config.ulysses_degree
-        self.doc_starts = np.concatenate([[0], np.cumsum(self.doc_lengths)]).astype(np.int64)
-        self.num_tokens = int(self.doc_starts[-1])
-        longest = int(_RULES[self.layout].shard_lengths(self).max())
-        self.local_length = -(-longest // self.ulysses_degree)
-        self.ring_shard_length = self.local_length * self.ulysses_degree
-        self.lockstep_length = self.local_length
+        values = (lengths, config.resolved_layout, config.ring_degree, config.ulysses_degree)
+        for name, value in zip(("doc_lengths", "layout", "ring_degree", "ulysses_degree"), values, strict=True):
+            object.__setattr__(self, name, value)  # the usual way to fill a frozen value in its own __init__
+
+    @cached_property
+    def doc_starts(self) -> np.ndarray:
+        """int64 [num_docs + 1]: first token of every document, and the end."""
+        return np.concatenate([[0], np.cumsum(self.doc_lengths)]).astype(np.int64)
+
+    @cached_property
+    def num_tokens(self) -> int:
+        return int(self.doc_starts[-1])
+
+    @cached_property
+    def local_length(self) -> int:
+        # the fullest ring shard, cut into ulysses_degree pieces of equal length (rounded up: the rest is padding)
+        return -(-int(_RULES[self.layout].shard_lengths(self).max()) // self.ulysses_degree)
+
+    @property
+    def ring_shard_length(self) -> int:
+        return self.local_length * self.ulysses_degree
 
     @property
     def cp_size(self) -> int:
@@ -129,7 +142,7 @@ class SequenceLayout:
         return _RULES[self.layout].segments(self, ring_rank)
 
     def indices(self, cp_rank: int) -> torch.Tensor:
-        """int64 [local_length]: the token of the row in each local slot, -1 for padding."""
+        """int64 [local_length]: the token of the sample in each local slot, -1 for padding."""
         if not 0 <= cp_rank < self.cp_size:
             raise ValueError(
                 f"cp_rank={cp_rank} is outside of the context-parallel group of {self.cp_size} "
@@ -154,7 +167,7 @@ class SequenceLayout:
         return torch.where(docs < 0, 0, indices - torch.from_numpy(self.doc_starts)[docs])
 
     def shard(self, tensor: torch.Tensor, cp_rank: int, dim: int = 0, pad_value: float = 0) -> torch.Tensor:
-        """The slots of `cp_rank`, out of a whole row; the inverse is [`SequenceLayout.unshard`].
+        """The slots of `cp_rank`, out of a whole sample; the inverse is [`SequenceLayout.unshard`].
 
         Args:
             tensor (`torch.Tensor`): `num_tokens` entries along `dim`.
@@ -164,8 +177,8 @@ class SequenceLayout:
         """
         if tensor.shape[dim] != self.num_tokens:
             raise ValueError(
-                f"The tensor has {tensor.shape[dim]} entries along dim {dim}, the row has {self.num_tokens} tokens. "
-                "Pass the whole row."
+                f"The tensor has {tensor.shape[dim]} entries along dim {dim}, the sample has {self.num_tokens} "
+                "tokens. Pass the whole sample."
             )
         indices = self.indices(cp_rank).to(tensor.device)
         local = tensor.index_select(dim, indices.clamp(min=0))
@@ -173,7 +186,7 @@ class SequenceLayout:
         return local.masked_fill(is_pad, pad_value)
 
     def unshard(self, shards: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
-        """The whole row, out of the `cp_size` local tensors in rank order; padding is dropped."""
+        """The whole sample, out of the `cp_size` local tensors in rank order; padding is dropped."""
         if len(shards) != self.cp_size or any(t.shape[dim] != self.local_length for t in shards):
             raise ValueError(
                 f"Expected {self.cp_size} shards of {self.local_length} slots along dim {dim}, got {len(shards)} of "
@@ -184,18 +197,12 @@ class SequenceLayout:
 
     @cached_property
     def slots(self) -> np.ndarray:
-        """int64 [num_tokens]: the slot of each token of the row in the concatenated shards of all ranks."""
+        """int64 [num_tokens]: the slot of each token of the sample in the concatenated shards of all ranks."""
         indices = torch.cat([self.indices(rank) for rank in range(self.cp_size)]).numpy()
         slots = np.empty(self.num_tokens, dtype=np.int64)
         is_token = indices >= 0
         slots[indices[is_token]] = np.flatnonzero(is_token)
         return slots
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, SequenceLayout) and self.digest == other.digest
-
-    def __hash__(self) -> int:
-        return hash(self.digest)
 
     def __repr__(self) -> str:
         return (

@@ -17,7 +17,6 @@ True
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Hashable
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
@@ -35,14 +34,14 @@ class GatheredKeys(NamedTuple):
 
     Attributes:
         order (`np.ndarray`, *optional*): int64 [num_keys], for each slot of the buffer its place in what was gathered:
-            the shared rows of all shards, each padded to `rows_per_rank`. `None` where the buffer is just that.
-        rows_per_rank (`int`): shared rows of the rank that has most of them.
+            the shared rows of all shards, each padded to `slots_per_rank`. `None` where the buffer is just that.
+        slots_per_rank (`int`): shared rows of the rank that has most of them.
         own_tiles (`list[Tile]`): on this rank's own keys; key slots count in the own shard.
         tiles (`list[Tile]`): the others; key slots count in the buffer.
     """
 
     order: np.ndarray | None
-    rows_per_rank: int
+    slots_per_rank: int
     own_tiles: list[Tile]
     tiles: list[Tile]
 
@@ -94,12 +93,7 @@ class AttentionPlan:
         """Visible pairs of shard `q_ring_rank`'s queries and shard `k_ring_rank`'s keys."""
         return self._table(q_ring_rank, k_ring_rank).area
 
-    def lockstep_area(self) -> int:
-        """Sum over ring steps of the largest area of a rank: what a ring that moves in lockstep waits for."""
-        size = self.layout.ring_degree
-        return sum(max(self.pair_area(q, (q - step) % size) for q in range(size)) for step in range(size))
-
-    def kv_rows(self, src_ring_rank: int, dst_ring_rank: int) -> np.ndarray:
+    def kv_slots(self, src_ring_rank: int, dst_ring_rank: int) -> np.ndarray:
         """int64, rising: slots of shard `src_ring_rank` whose keys some query of shard `dst_ring_rank` sees."""
         table = self._table(dst_ring_rank, src_ring_rank)
         # +1 where a tile's keys begin, -1 behind their end: the running sum counts the tiles that need a slot
@@ -108,7 +102,7 @@ class AttentionPlan:
         np.add.at(borders, table.k_start + table.k_len, -1)
         return np.flatnonzero(np.cumsum(borders[:-1]))
 
-    def shared_rows(self, ring_rank: int) -> np.ndarray:
+    def shared_slots(self, ring_rank: int) -> np.ndarray:
         """int64, rising: slots of shard `ring_rank` whose documents are on other ranks too."""
         doc, _, length, _ = self._run(ring_rank)
         return np.flatnonzero(np.repeat(self._ranks_of_document[doc] > 1, length))
@@ -123,19 +117,18 @@ class AttentionPlan:
         """Tokens of the documents that are on more than one ring rank."""
         return int(np.asarray(self.layout.doc_lengths)[self._ranks_of_document > 1].sum())
 
-    def gathered(self, ring_rank: int, *, by_row: bool) -> GatheredKeys:
+    def gathered(self, ring_rank: int, *, in_order: bool) -> GatheredKeys:
         """The tiles of `ring_rank` when the shared rows of all shards are gathered.
 
         Args:
             ring_rank (`int`): whose queries.
-            by_row (`bool`): put the keys in the order of the row, so that a run of queries needs one tile, which pays
-            for
-                kernels with bands. Otherwise (and in the `striped` layout, whose queries are not neighbours) they stay
+            in_order (`bool`): put the keys in the order of the sample, so that a run of queries needs one tile, which
+                pays for kernels with bands. Otherwise (and in the `striped` layout, whose queries are not neighbours) they stay
                 as they arrive, and own keys are used where they are.
         """
-        shared = [self.shared_rows(rank) for rank in range(self.layout.ring_degree)]
+        shared = [self.shared_slots(rank) for rank in range(self.layout.ring_degree)]
         most = max(len(rows) for rows in shared)
-        if not by_row or self.layout.layout == "striped":
+        if not in_order or self.layout.layout == "striped":
             tiles = [
                 tile._replace(k_start=tile.k_start + rank * most)
                 for rank, rows in enumerate(shared)
@@ -186,14 +179,3 @@ def renumber_keys(tiles: list[Tile], rows: np.ndarray) -> list[Tile]:
     """The tiles on a buffer that holds only the key slots `rows` (rising; all that the tiles need), in that order."""
     starts = np.searchsorted(rows, [tile.k_start for tile in tiles]).tolist()
     return [tile._replace(k_start=start) for tile, start in zip(tiles, starts, strict=True)]
-
-
-def attention_plan(layout: SequenceLayout, *, causal: bool = True, window: int | None = None) -> AttentionPlan:
-    """The plan of a layout, made once and kept on it, so that all layers (and the backward pass) share it."""
-    plans = layout.__dict__.setdefault("_plans", {})
-    key = (causal, window)
-    if key not in plans:
-        own = copy.copy(layout)  # without its plans: a cycle would keep schedules on the device until a collection
-        del own.__dict__["_plans"]
-        plans[key] = AttentionPlan(own, causal=causal, window=window)
-    return plans[key]

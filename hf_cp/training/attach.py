@@ -23,7 +23,7 @@ from transformers import (
 from hf_cp.config import IGNORE_INDEX, ContextParallelConfig
 from hf_cp.data.collator import DataCollatorForContextParallel
 from hf_cp.data.documents import PreparedDocuments
-from hf_cp.distributed.mesh import ContextParallelMesh
+from hf_cp.distributed.mesh import ContextParallelMesh, config_of
 from hf_cp.models.patch import apply_context_parallel, context_parallel_state, remove_context_parallel
 from hf_cp.training.checks import TrainerClass, refuse
 from hf_cp.training.trainer import ContextParallelTrainerMixin
@@ -72,7 +72,8 @@ def attach_context_parallel(
     """
     _check_trainer(trainer)
     config_or_mesh = _choose_config(trainer, config_or_mesh, data_collator)
-    config = config_or_mesh.config if isinstance(config_or_mesh, ContextParallelMesh) else config_or_mesh
+    config = config_of(config_or_mesh)
+    mesh = config_or_mesh if isinstance(config_or_mesh, ContextParallelMesh) else None
     if data_collator is None and not config.enabled and not _is_ours(trainer.data_collator):
         return trainer
     refuse(TrainerClass(type(trainer), config.cp_size))
@@ -81,7 +82,7 @@ def attach_context_parallel(
     trainer_class, keeps_columns = type(trainer), trainer.args.remove_unused_columns
     try:
         if not was_patched:
-            apply_context_parallel(trainer.model, config_or_mesh)
+            apply_context_parallel(trainer.model, config, mesh=mesh)
         _change_class(trainer, collator)
     except Exception:
         trainer.__class__ = trainer_class
@@ -154,7 +155,7 @@ def _choose_config(trainer: Trainer, given: Any, collator: Any) -> ContextParall
         return given
     state = context_parallel_state(trainer.model)
     if state is not None:
-        return state.mesh
+        return state.config
     collator = collator or trainer.data_collator
     if _is_ours(collator):
         return collator.config

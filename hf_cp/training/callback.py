@@ -13,7 +13,6 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import astuple
 from functools import reduce
 from operator import add
 from pathlib import Path
@@ -24,8 +23,9 @@ from torch import nn
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from hf_cp.distributed.communicator import Communicator
+from hf_cp.distributed.host import gather_objects
 from hf_cp.distributed.mesh import ContextParallelMesh
-from hf_cp.distributed.reduce import gather_over_world
 from hf_cp.models.moe import is_mixture
 from hf_cp.planning.devices import device_of_gpu
 from hf_cp.planning.model_shape import ModelShape, layer_windows
@@ -84,10 +84,10 @@ class ContextParallelCallback(TrainerCallback):
         self._has_announced = False
         self._scalars: dict[str, float] = {}
 
-    def begin(self, model: nn.Module, mesh: ContextParallelMesh) -> StepMeter:
+    def begin(self, model: nn.Module, comm: Communicator) -> StepMeter:
         """A training run of `model` begins; its steps go through the meter that is returned."""
-        self.meter = StepMeter(mesh, Counter(layer_windows(model.config.get_text_config())))
-        self._peak, self._scalars, self._has_announced = self._find_peak(model, mesh), {}, False
+        self.meter = StepMeter(comm, Counter(layer_windows(model.config.get_text_config())))
+        self._peak, self._scalars, self._has_announced = self._find_peak(model, comm.mesh), {}, False
         return self.meter
 
     def announce(self, info: RunInfo) -> None:
@@ -150,8 +150,7 @@ class ContextParallelCallback(TrainerCallback):
         if not records:  # logged already, at the end of the step
             return
         self._write(records)
-        gathered = gather_over_world(astuple(reduce(add, records)), mesh=self.meter.mesh)
-        ranks = [StepRecord(*values) for values in gathered]
+        ranks = gather_objects(reduce(add, records), comm=self.meter.comm)
         mesh = self.meter.mesh
         self._scalars = run_scalars(
             ranks,

@@ -25,9 +25,11 @@ from accelerate.utils.constants import FSDP_MODEL_NAME
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
+from hf_cp.config import ContextParallelConfig
 from hf_cp.data.position import LoaderPosition
+from hf_cp.distributed.communicator import Communicator
+from hf_cp.distributed.host import agree
 from hf_cp.distributed.mesh import ContextParallelMesh
-from hf_cp.distributed.status import exchange_status
 from hf_cp.environment import version_of, versions
 from hf_cp.training.deepspeed import is_universal
 
@@ -66,6 +68,7 @@ class CheckpointRecord:
         cls,
         accelerator: Accelerator,
         mesh: ContextParallelMesh,
+        config: ContextParallelConfig,
         *,
         rows_per_step: int,
         position: LoaderPosition | None = None,
@@ -73,7 +76,7 @@ class CheckpointRecord:
         """Of the run in this process."""
         uses_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
         return cls(
-            config=asdict(mesh.config),
+            config=asdict(config),
             world_size=mesh.world_size,
             dp_size=mesh.dp_size,
             backend=accelerator.distributed_type.value,
@@ -177,9 +180,7 @@ class Found(NamedTuple):
     is_universal: bool
 
 
-def find_on_all_ranks(
-    resume_from_checkpoint: str | bool | None, output_dir: str, mesh: ContextParallelMesh
-) -> Found | None:
+def find_on_all_ranks(resume_from_checkpoint: str | bool | None, output_dir: str, comm: Communicator) -> Found | None:
     """The checkpoint to resume from, the same on every rank; `None` if nothing is resumed. Call it on every rank.
 
     Raises:
@@ -195,7 +196,7 @@ def find_on_all_ranks(
         failure = error
     seen = None if found is None else (Path(found.folder).name, found.record, found.is_universal)
     digest = int.from_bytes(hashlib.blake2b(repr(seen).encode(), digest_size=8).digest(), "big", signed=True)
-    exchange_status("checkpoint", mesh=mesh, digest=digest, error=failure, scope="world")
+    agree("checkpoint", comm=comm, digest=digest, error=failure, scope="world")
     return found
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, denumpify_detensorize
 
 from hf_cp.config import IGNORE_INDEX
-from hf_cp.distributed.reduce import sum_over_world
+from hf_cp.distributed.host import sum_over_world
 from hf_cp.training.prediction import MAX_BYTES, Predictions, evaluate_row, make_eval_prediction
 from hf_cp.training.sft import is_sft
 
@@ -47,7 +47,7 @@ class EvaluationMixin:
         if not loss_only:
             self._predictions = Predictions(
                 dataloader,
-                mesh=self.cp_mesh,
+                comm=self.cp_comm,
                 preprocess=self.preprocess_logits_for_metrics,
                 max_bytes=self.max_prediction_bytes,
                 with_losses="loss" in self.args.include_for_metrics,
@@ -68,7 +68,7 @@ class EvaluationMixin:
         return output._replace(predictions=result.predictions, label_ids=result.label_ids)
 
     def _set_loss(self, metrics: dict[str, float], key: str, dataloader: Any, *, is_needed: bool) -> None:
-        loss_sum, num_targets = sum_over_world(self._eval_sums.tolist(), mesh=self.cp_mesh)
+        loss_sum, num_targets = sum_over_world(self._eval_sums.tolist(), comm=self.cp_comm)
         metrics.pop(key, None)
         if num_targets:
             metrics[key] = loss_sum / num_targets

@@ -20,10 +20,10 @@ import torch
 
 from hf_cp.config import IGNORE_INDEX, ContextParallelConfig
 from hf_cp.distributed.clock import Clock, Mark, Point, Wait, seconds_between
-from hf_cp.distributed.mesh import ContextParallelMesh
+from hf_cp.distributed.communicator import Communicator
 from hf_cp.distributed.peak import peak_memory_bytes
 from hf_cp.sequence.layout import SequenceLayout
-from hf_cp.sequence.plan import attention_plan
+from hf_cp.sequence.sample import SAMPLE_KEY, PackedSample
 
 
 @dataclass(frozen=True)
@@ -167,12 +167,12 @@ class StepMeter:
     """Measures the steps of this process.
 
     Args:
-        mesh (`ContextParallelMesh`): whose traffic and waits are noted.
+        comm (`Communicator`): whose bytes and waits are noted.
         windows (`Mapping[int | None, int]`): sliding windows (`None`: full attention) and their numbers of layers.
     """
 
-    def __init__(self, mesh: ContextParallelMesh, windows: Mapping[int | None, int]):
-        self.mesh, self.windows = mesh, dict(windows)
+    def __init__(self, comm: Communicator, windows: Mapping[int | None, int]):
+        self.comm, self.mesh, self.windows = comm, comm.mesh, dict(windows)
         self._open: _OpenStep | None = None
         self._stopped: deque[_OpenStep] = deque()
         self._records: list[StepRecord] = []  # of steps before those
@@ -181,8 +181,8 @@ class StepMeter:
         """A step begins; one that was begun before and not stopped is forgotten."""
         while self._stopped and self._stopped[0].is_passed:  # else every wait of the run would be held
             self._records.append(self._stopped.popleft().record())
-        clock = self.mesh.traffic.clock = Clock(self.mesh.device_type)
-        traffic = self.mesh.traffic
+        clock = self.comm.clock = Clock(self.mesh.device_type)
+        traffic = self.comm
         self._open = _OpenStep(
             clock, clock.mark(), clock.mark(on_host=True), traffic.ring_bytes, traffic.ulysses_bytes
         )
@@ -203,11 +203,11 @@ class StepMeter:
         step = self._open
         if step is None:  # a training step outside of the loop
             return
-        layout = batch.get("hf_cp_layout")
+        sample = batch.get(SAMPLE_KEY)
         step.tokens += num_tokens
-        step.slots += batch["input_ids"].numel() if layout is None else layout.local_length
+        step.slots += batch["input_ids"].numel() if sample is None else sample.layout.local_length
         step.targets.append((batch["shift_labels"] != IGNORE_INDEX).sum())
-        step.area += self._area(layout or _whole_row(batch))
+        step.area += self._area(sample or PackedSample(_whole_row(batch)))
         step.clock.forward = step.clock.last_attention = None
         # what lies between two micro-steps belongs to the later one
         began = step.rows[-1].ended if step.rows else step.fetched
@@ -223,7 +223,7 @@ class StepMeter:
         """Step number `step` is done."""
         if self._open is None:
             return
-        done, traffic = self._open, self.mesh.traffic
+        done, traffic = self._open, self.comm
         # copied before the mark: reading it after the mark has passed waits for nothing
         done.targets = [count.to("cpu", non_blocking=True) for count in done.targets]
         done.step, done.ended = step, done.clock.mark()
@@ -235,7 +235,7 @@ class StepMeter:
 
     def close(self) -> None:
         """Nothing is noted any more, until the next start."""
-        self._open = self.mesh.traffic.clock = None
+        self._open = self.comm.clock = None
 
     def take_records(self) -> list[StepRecord]:
         """Of the steps since the last call; waits for the device."""
@@ -244,9 +244,9 @@ class StepMeter:
         self._stopped.clear()
         return records
 
-    def _area(self, layout: SequenceLayout) -> float:
+    def _area(self, sample: PackedSample) -> float:
         """Of all layers, this rank's share of the heads."""
-        plans = ((attention_plan(layout, window=window), layers) for window, layers in self.windows.items())
+        plans = ((sample.attention_plan(window=window), layers) for window, layers in self.windows.items())
         return sum(layers * plan.area(self.mesh.ring_rank) for plan, layers in plans) / self.mesh.ulysses_size
 
 

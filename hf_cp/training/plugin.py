@@ -13,7 +13,7 @@ A loop (examples/accelerate_loop.py runs one):
     plugin = ContextParallelPlugin(ContextParallelConfig(ring_degree=2))
     zero = plugin.deepspeed_plugin(zero_stage=2)
     accelerator = plugin.accelerator(gradient_accumulation_steps=4, deepspeed_plugin=zero)
-    model, optimizer = accelerator.prepare(apply_context_parallel(model, plugin.mesh), optimizer)
+    model, optimizer = accelerator.prepare(apply_context_parallel(model, plugin.config, mesh=plugin.mesh), optimizer)
     loader = plugin.data_loader(documents, max_tokens=131_072)
     plugin.seed_dropout(0)
     for batches, num_items in plugin.accumulation_windows(loader):
@@ -41,8 +41,9 @@ from hf_cp.config import IGNORE_INDEX, ContextParallelConfig
 from hf_cp.data.collator import DataCollatorForContextParallel
 from hf_cp.data.loader import ContextParallelDataLoader
 from hf_cp.data.streaming import BUFFER_DOCUMENTS, StreamDataLoader, is_stream
+from hf_cp.distributed.communicator import Communicator
+from hf_cp.distributed.host import sum_over_world
 from hf_cp.distributed.mesh import ContextParallelMesh
-from hf_cp.distributed.reduce import sum_over_world
 from hf_cp.training.backend import check_and_complete
 from hf_cp.training.checkpoint import CheckpointRecord, check_states, harmless_differences
 from hf_cp.training.checks import GradientSums, Launch, OtherParallelism, PreparedLoader, is_asked_for, refuse
@@ -65,7 +66,7 @@ class ContextParallelPlugin:
     def __init__(self, config: ContextParallelConfig):
         self.config = config
         self._accelerator: Accelerator | None = None
-        self._mesh: ContextParallelMesh | None = None
+        self._comm: Communicator | None = None
         self._checked_model: torch.nn.Module | None = None
 
     def deepspeed_plugin(
@@ -122,7 +123,7 @@ class ContextParallelPlugin:
         )
         check_and_complete(accelerator, launch)
         self._accelerator = accelerator
-        self._mesh = ContextParallelMesh(self.config, device_type=accelerator.device.type)
+        self._comm = Communicator(ContextParallelMesh(self.config, device_type=accelerator.device.type))
         accelerator.register_save_state_pre_hook(self._save_record)
         accelerator.before_load = self._check_record
         return accelerator
@@ -158,7 +159,7 @@ class ContextParallelPlugin:
         loader = ContextParallelDataLoader(
             documents,
             collator=collator,
-            mesh=self.mesh,
+            comm=self._comm,
             shuffle=shuffle,
             seed=seed,
             drop_last=drop_last,
@@ -186,7 +187,7 @@ class ContextParallelPlugin:
         loader = StreamDataLoader(
             stream,
             collator=DataCollatorForContextParallel(self.config, max_tokens=max_tokens, **collator_kwargs),
-            mesh=self.mesh,
+            comm=self._comm,
             shuffle=shuffle,
             seed=seed,
             rows_per_step=self.rows_per_step,
@@ -206,9 +207,9 @@ class ContextParallelPlugin:
 
     @property
     def mesh(self) -> ContextParallelMesh:
-        if self._mesh is None:
+        if self._comm is None:
             raise RuntimeError("The process groups do not exist yet. Call plugin.accelerator(...) first.")
-        return self._mesh
+        return self._comm.mesh
 
     @property
     def rows_per_step(self) -> int:
@@ -232,7 +233,7 @@ class ContextParallelPlugin:
         rows = iter(loader)
         while window := list(itertools.islice(rows, accelerator.gradient_accumulation_steps)):
             local_items = sum(int((batch["shift_labels"] != IGNORE_INDEX).sum()) for batch in window)
-            (num_items,) = sum_over_world([local_items], mesh=self.mesh)
+            (num_items,) = sum_over_world([local_items], comm=self._comm)
             yield self._walk(window), num_items
 
     def loss(self, model: torch.nn.Module, batch: dict, *, num_items: int) -> torch.Tensor:
@@ -276,7 +277,7 @@ class ContextParallelPlugin:
     # Checkpoints: what `save_state` adds to them, and what `load_state` checks
 
     def _record(self) -> CheckpointRecord:
-        return CheckpointRecord.of(self._ready(), self.mesh, rows_per_step=self.rows_per_step)
+        return CheckpointRecord.of(self._ready(), self.mesh, self.config, rows_per_step=self.rows_per_step)
 
     def _save_record(self, models: list, weights: list, output_dir: str) -> None:
         if not self._ready().sync_gradients:

@@ -29,13 +29,13 @@ from transformers import EvalPrediction
 
 from hf_cp.config import IGNORE_INDEX, ContextParallelConfig
 from hf_cp.data.loader import ContextParallelDataLoader
-from hf_cp.distributed.mesh import ContextParallelMesh
-from hf_cp.distributed.rows import gather_rows
-from hf_cp.distributed.status import exchange_status
+from hf_cp.distributed.communicator import Communicator
+from hf_cp.distributed.host import agree, gather_objects
 from hf_cp.models.loss import token_losses
 from hf_cp.models.moe import token_loss_only
 from hf_cp.sequence.layout import SequenceLayout
 from hf_cp.sequence.packing import PackingManifest
+from hf_cp.sequence.sample import SAMPLE_KEY
 
 MAX_BYTES = 4 * 2**30
 
@@ -52,7 +52,7 @@ class Predictions:
 
     Args:
         loader (`ContextParallelDataLoader`): unshuffled; gives the manifest and the documents.
-        mesh (`ContextParallelMesh`): the loader's.
+        comm (`Communicator`): the loader's.
         preprocess (`Callable`, *optional*): `(logits [1, n, vocabulary], labels [1, n])` to tensors [1, n, ...], or
             nested tuples, lists and dicts of them. It is called with some of a rank's slots at a time, so it must
             treat each token by itself. The labels are not shifted.
@@ -64,12 +64,13 @@ class Predictions:
         self,
         loader: ContextParallelDataLoader,
         *,
-        mesh: ContextParallelMesh,
+        comm: Communicator,
         preprocess: Callable[[torch.Tensor, torch.Tensor], Any] | None = None,
         max_bytes: int = MAX_BYTES,
         with_losses: bool = False,
     ):
-        self._documents, self._manifest, self._mesh = loader.packed.documents, loader.manifest, mesh
+        self._documents, self._manifest, self._mesh = loader.packed.documents, loader.manifest, comm.mesh
+        self._comm, self._config = comm, loader.dataset.collator.config
         self._preprocess, self._max_bytes, self._with_losses = preprocess, max_bytes, with_losses
         self._slots = list(_slots_of_documents(self._manifest))
         ends = [slot.start + length for slot, length in zip(self._slots, self._manifest.lengths, strict=True)]
@@ -90,7 +91,7 @@ class Predictions:
             token_losses (`torch.Tensor`): [n], of this rank.
         """
         leaves, self._structure = outputs.leaves(), outputs.structure  # first: it may find an error
-        exchange_status("predictions", mesh=self._mesh, step=self._step, error=outputs.error, scope="world")
+        agree("predictions", comm=self._comm, step=self._step, error=outputs.error, scope="world")
         if self._with_losses:
             leaves.append(token_losses.double().cpu())
         if not self._results:
@@ -150,7 +151,7 @@ class Predictions:
         """Of a row of the manifest; `None` for a row without targets, where rows ran out."""
         if row >= len(self._manifest.rows):
             return None
-        return SequenceLayout([self._manifest.lengths[d] for d in self._manifest.rows[row]], self._mesh.config)
+        return SequenceLayout([self._manifest.lengths[d] for d in self._manifest.rows[row]], self._config)
 
     def _gather(self, leaves: list[torch.Tensor], layouts: list[SequenceLayout | None]) -> list[torch.Tensor]:
         """uint8 [slots, bytes of a token] of every rank, out of this rank's leaves [slots, ...]."""
@@ -158,7 +159,14 @@ class Predictions:
         lengths = np.zeros(self._mesh.world_size, dtype=int)
         for dp_rank, layout in enumerate(layouts):
             lengths[self._mesh.ranks[dp_rank]] = 0 if layout is None else layout.local_length
-        return gather_rows(own[: lengths[self._mesh.rank]], mesh=self._mesh, lengths=lengths.tolist())
+        gathered = gather_objects(own[: lengths[self._mesh.rank]].numpy(), comm=self._comm)
+        widths = [part.shape[1] for part in gathered]
+        if len(set(widths)) > 1:
+            raise ValueError(
+                f"The ranks have results of other sizes for a token: {widths} bytes by rank.\n"
+                "  Let preprocess_logits_for_metrics return the same types and sizes for all tokens."
+            )
+        return [torch.from_numpy(part) for part in gathered]
 
     def _place(self, row: int, tokens: torch.Tensor) -> None:
         """Puts a whole row, uint8 [num_tokens, bytes of a token], where its documents belong."""
@@ -250,7 +258,7 @@ def evaluate_row(
         label_smoothing (`float`): as in training.
         on_logits (`ShardOutputs`, *optional*): takes the logits.
     """
-    if "hf_cp_layout" in inputs:
+    if SAMPLE_KEY in inputs:
         options = {"hf_cp_label_smoothing": label_smoothing, "hf_cp_on_logits": on_logits} | token_loss_only(model)
         outputs = model(**inputs, **options, num_items_in_batch=1)
         return outputs.loss.detach(), outputs.token_losses

@@ -61,6 +61,7 @@ class CheckpointsMixin:
         return CheckpointRecord.of(
             self.accelerator,
             self.cp_mesh,
+            self._cp_config,
             rows_per_step=self.get_total_train_batch_size(self.args),
             position=None if self._train_loader is None else self._train_loader.position,
         )
@@ -78,7 +79,7 @@ class CheckpointsMixin:
             self._check_stock_order(resume_from_checkpoint)
             yield resume_from_checkpoint
             return
-        found = find_on_all_ranks(resume_from_checkpoint, self.args.output_dir, self.cp_mesh)
+        found = find_on_all_ranks(resume_from_checkpoint, self.args.output_dir, self.cp_comm)
         if found is None:
             yield resume_from_checkpoint
             return

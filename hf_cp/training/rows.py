@@ -9,7 +9,7 @@ from transformers import TrainingArguments
 from hf_cp.data.collator import DataCollatorForContextParallel
 from hf_cp.data.loader import ContextParallelDataLoader
 from hf_cp.data.streaming import StreamDataLoader, is_stream
-from hf_cp.distributed.mesh import ContextParallelMesh
+from hf_cp.distributed.communicator import Communicator
 from hf_cp.training.checks import Documents, refuse
 
 
@@ -18,7 +18,7 @@ def make_train_loader(
     *,
     args: TrainingArguments,
     collator: DataCollatorForContextParallel,
-    mesh: ContextParallelMesh,
+    comm: Communicator,
     buffer_documents: int,
 ) -> ContextParallelDataLoader | StreamDataLoader:
     """Rows for this rank.
@@ -29,10 +29,10 @@ def make_train_loader(
     refuse(Documents(dataset, args))
     settings = {
         "collator": collator,
-        "mesh": mesh,
+        "comm": comm,
         "shuffle": args.train_sampling_strategy != "sequential",
         "seed": args.seed if args.data_seed is None else args.data_seed,
-        "rows_per_step": args.gradient_accumulation_steps * mesh.dp_size,
+        "rows_per_step": args.gradient_accumulation_steps * comm.mesh.dp_size,
     }
     if is_stream(dataset):
         return StreamDataLoader(dataset, buffer_documents=buffer_documents, **settings)

@@ -11,6 +11,7 @@ from torch import nn
 from hf_cp.data.collator import DataCollatorForContextParallel
 from hf_cp.distributed.mesh import ContextParallelMesh
 from hf_cp.models.patch import context_parallel_state
+from hf_cp.sequence.sample import SAMPLE_KEY
 
 WHOLE_ROWS = "none"  # the layout of a run that splits nothing
 
@@ -74,14 +75,14 @@ class RunInfo:
         device: str,
     ) -> RunInfo:
         """Of a run whose model has seen `batch`."""
-        state, layout = context_parallel_state(model), batch.get("hf_cp_layout")
+        state, sample = context_parallel_state(model), batch.get(SAMPLE_KEY)
         return cls(
             mesh.dp_size,
             mesh.ring_size,
             mesh.ulysses_size,
-            layout=WHOLE_ROWS if layout is None else layout.layout,
-            engine="none" if state is None or mesh.ring_size == 1 else state.engine_name,
-            kernel="that of the model" if state is None else state.kernel_name,
+            layout=WHOLE_ROWS if sample is None else sample.layout.layout,
+            engine="none" if state is None or mesh.ring_size == 1 else state.comm.progress.engine,
+            kernel="that of the model" if state is None else state.comm.progress.kernel,
             max_tokens=collator.max_tokens,
             rows_per_step=rows_per_step,
             first_step=first_step,

@@ -71,7 +71,7 @@ def complete_sft(trainer: Trainer, *, max_tokens: int | None) -> None:
             "  Set router_aux_loss_coef=0.0 in SFTConfig, or use ContextParallelTrainer: its loss is that of the row."
         )
     if state is not None:  # anew, so that the patch is outermost and sees every call
-        apply_context_parallel(remove_context_parallel(trainer.model), state.mesh)
+        apply_context_parallel(remove_context_parallel(trainer.model), state.config, mesh=state.mesh)
     is_cut = args.max_length is not None and not (args.dataset_kwargs or {}).get("skip_prepare_dataset")
     if is_cut and max_tokens is not None and args.max_length < max_tokens:
         logger.warning(

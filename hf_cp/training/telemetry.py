@@ -37,7 +37,7 @@ class TelemetryMixin:
         self._observer = self._find_observer() if self._own_rows else None
         if self._observer is None:
             return super().train(*args, **kwargs)
-        self._meter = self._observer.begin(self.model, self.cp_mesh)
+        self._meter = self._observer.begin(self.model, self.cp_comm)
         try:
             return super().train(*args, **kwargs)
         finally:

@@ -27,9 +27,11 @@ from hf_cp.config import ContextParallelConfig
 from hf_cp.data.collator import DataCollatorForContextParallel
 from hf_cp.data.loader import ContextParallelDataLoader
 from hf_cp.data.streaming import BUFFER_DOCUMENTS, StreamDataLoader
+from hf_cp.distributed.communicator import Communicator
+from hf_cp.distributed.host import sum_over_world
 from hf_cp.distributed.mesh import ContextParallelMesh
-from hf_cp.distributed.reduce import sum_over_world
 from hf_cp.models.patch import context_parallel_state
+from hf_cp.sequence.sample import SAMPLE_KEY
 from hf_cp.training.backend import check_and_complete
 from hf_cp.training.checks import (
     Arguments,
@@ -99,7 +101,7 @@ class ContextParallelTrainerMixin(EvaluationMixin, CheckpointsMixin, TelemetryMi
         self._own_rows = _check_request(type(self), model, args, data_collator, others)
         state = context_parallel_state(model) if isinstance(model, nn.Module) else None
         self._cp_config = data_collator.config if self._own_rows else ContextParallelConfig()
-        self._cp_mesh = None if state is None else state.mesh
+        self._cp_comm = None if state is None else state.comm
         self._eval_loaders: list[tuple[Any, ContextParallelDataLoader]] = []  # data set, its loader
 
     def _use_collator(self, data_collator: DataCollatorForContextParallel) -> None:
@@ -117,10 +119,15 @@ class ContextParallelTrainerMixin(EvaluationMixin, CheckpointsMixin, TelemetryMi
 
     @property
     def cp_mesh(self) -> ContextParallelMesh:
-        """The process groups: the patched model's, or those of whole rows on every process."""
-        if self._cp_mesh is None:
-            self._cp_mesh = ContextParallelMesh(self._cp_config, device_type=self.args.device.type)
-        return self._cp_mesh
+        """The process groups: the patched model's, or those of whole samples on every process."""
+        return self.cp_comm.mesh
+
+    @property
+    def cp_comm(self) -> Communicator:
+        """What talks to the processes of `cp_mesh`."""
+        if self._cp_comm is None:
+            self._cp_comm = Communicator(ContextParallelMesh(self._cp_config, device_type=self.args.device.type))
+        return self._cp_comm
 
     def create_accelerator_and_postprocess(self) -> None:
         """As stock, then checks that accelerate runs what was asked for."""
@@ -157,7 +164,7 @@ class ContextParallelTrainerMixin(EvaluationMixin, CheckpointsMixin, TelemetryMi
             self.train_dataset,
             args=self.args,
             collator=self.data_collator,
-            mesh=self.cp_mesh,
+            comm=self.cp_comm,
             buffer_documents=self.stream_buffer_documents,
         )
         self._note_train_loader(loader)
@@ -197,7 +204,7 @@ class ContextParallelTrainerMixin(EvaluationMixin, CheckpointsMixin, TelemetryMi
         return ContextParallelDataLoader(
             dataset,
             collator=self.data_collator,
-            mesh=self.cp_mesh,
+            comm=self.cp_comm,
             batch_size=1 if is_packed else features_per_row,
             seed=args.seed if args.data_seed is None else args.data_seed,
             num_workers=args.dataloader_num_workers,
@@ -226,17 +233,17 @@ class ContextParallelTrainerMixin(EvaluationMixin, CheckpointsMixin, TelemetryMi
 
     def _count_tokens(self, inputs: dict[str, Any]) -> int:
         """Tokens of documents in this micro-step's rows of all ranks, each once."""
-        return sum_over_world([self._count_own_tokens(inputs)], mesh=self.cp_mesh)[0]
+        return sum_over_world([self._count_own_tokens(inputs)], comm=self.cp_comm)[0]
 
     def _count_own_tokens(self, inputs: dict[str, Any]) -> int:
         """Those of this rank's row; its first rank counts them."""
-        layout = inputs.get("hf_cp_layout")
-        if layout is None:  # a whole row; one of a single token has no target and stands in where rows ran out
+        sample = inputs.get(SAMPLE_KEY)
+        if sample is None:  # a whole row; one of a single token has no target and stands in where rows ran out
             return inputs["input_ids"].numel() if inputs["input_ids"].numel() > 1 else 0
         else:
             collator = self.data_collator.for_rank(self.cp_mesh)
-            stands_in = layout.row_digest == collator.collate(collator.masked_row())[1]
-            return 0 if stands_in or self.cp_mesh.cp_rank else layout.num_tokens
+            stands_in = sample.digest == collator.collate(collator.masked_row())[1]
+            return 0 if stands_in or self.cp_mesh.cp_rank else sample.layout.num_tokens
 
     # Training
 
@@ -269,7 +276,7 @@ class ContextParallelTrainerMixin(EvaluationMixin, CheckpointsMixin, TelemetryMi
             yield
         except Exception as error:
             if self._own_rows:
-                error.add_note(f"hf_cp: {self.cp_mesh.name}, {self._step_name()}; {self.cp_mesh.place}.")
+                error.add_note(f"hf_cp: {self.cp_mesh.name}, {self._step_name()}; {self.cp_comm.progress}.")
             raise
 
     def _step_name(self) -> str:
@@ -309,7 +316,7 @@ class ContextParallelTrainerMixin(EvaluationMixin, CheckpointsMixin, TelemetryMi
         if self._own_rows:
             if "train_runtime" in logs and "train_loss" in logs:
                 # What was not logged yet is this rank's part of the mean, times W: the mean over ranks is exact.
-                (total,) = sum_over_world([logs["train_loss"]], mesh=self.cp_mesh)
+                (total,) = sum_over_world([logs["train_loss"]], comm=self.cp_comm)
                 logs["train_loss"] = total / self.cp_mesh.world_size
             self._set_step_rates(logs)
         super().log(logs, start_time)

@@ -51,7 +51,7 @@ class Case(NamedTuple):
 
 
 class Meshes:
-    """Meshes made once per pair of degrees, since the groups are what takes time; each with its case's config."""
+    """Meshes made once per pair of degrees, since the groups are what takes time."""
 
     def __init__(self):
         self._by_degrees: dict[tuple[int, int], ContextParallelMesh] = {}
@@ -60,9 +60,7 @@ class Meshes:
         degrees = (case.ring_degree, case.ulysses_degree)
         if degrees not in self._by_degrees:
             self._by_degrees[degrees] = ContextParallelMesh(case.config)
-        mesh = self._by_degrees[degrees]
-        mesh.config = case.config
-        return mesh
+        return self._by_degrees[degrees]
 
 
 def gather_shards(local: torch.Tensor, mesh: ContextParallelMesh) -> list[torch.Tensor]:
@@ -81,7 +79,7 @@ def run_attention(
     q, k, v, grad_out = (layout.shard(x, mesh.cp_rank) for x in row)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     out = context_parallel_attention(
-        q, k, v, mesh=mesh, layout=layout, causal=case.causal, window=case.window, scale=case.scale
+        q, k, v, mesh=mesh, layout=layout, causal=case.causal, window=case.window, scale=case.scale, config=case.config
     )
     out.backward(grad_out)
     local = (out.detach(), q.grad, k.grad, v.grad)

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hf_cp.attention import usp
 from hf_cp.attention.kernels import (
     AtenFlashKernel,
+    BackwardInputs,
     CpuFlashKernel,
     EagerKernel,
     FlashAttn3Kernel,
@@ -24,7 +25,7 @@ from hf_cp.attention.kernels import (
     TensorKind,
     choose_kernel,
     fast_kernels,
-    plan_calls,
+    kernel_calls,
 )
 from hf_cp.sequence.tiles import Tile
 from tests.attention import flash_stand_in
@@ -108,16 +109,17 @@ def check_calls(kernel, tiles, num_kv_heads: int, num_calls: int | None = None) 
     expected_out.backward(grad_out)
     out, lse = torch.zeros_like(q), torch.zeros(q.shape[:2], dtype=q.dtype)
     grads = [torch.zeros_like(x) for x in (q, k, v)]
-    groups = plan_calls(tiles, kernel, CPU)
+    groups = kernel_calls(tiles, kernel, CPU)
     assert num_calls is None or len(groups) == num_calls
     with torch.no_grad():
         for group in groups:
-            rows = (q[group.q_rows], k[group.k_rows], v[group.k_rows])
-            out[group.q_rows], lse[group.q_rows] = kernel.forward(*rows, group=group, scale=0.3)
+            rows = (q[group.q_index], k[group.k_index], v[group.k_index])
+            out[group.q_index], lse[group.q_index] = kernel.forward(*rows, group=group, scale=0.3)
         for group in groups:
-            rows = (grad_out[group.q_rows], q[group.q_rows], k[group.k_rows], v[group.k_rows])
-            parts = kernel.backward(*rows, out[group.q_rows], lse[group.q_rows], group=group, scale=0.3)
-            for grad, slots, part in zip(grads, (group.q_rows, group.k_rows, group.k_rows), parts, strict=True):
+            rows = (grad_out[group.q_index], q[group.q_index], k[group.k_index], v[group.k_index])
+            inputs = BackwardInputs(*rows, out[group.q_index], lse[group.q_index])
+            parts = kernel.backward(inputs, group=group, scale=0.3)
+            for grad, slots, part in zip(grads, (group.q_index, group.k_index, group.k_index), parts, strict=True):
                 grad[slots] += part
     assert torch.allclose(out, expected_out, atol=1e-12) and torch.allclose(lse, expected_lse, atol=1e-12)
     for grad, leaf in zip(grads, (q, k, v), strict=True):
@@ -139,7 +141,7 @@ def test_eager(tile, num_kv_heads):
 def test_the_reference_hides_no_nan():
     q, k, v = (torch.randn(4, 2, 8) for _ in range(3))
     k[1] = torch.nan
-    (group,) = plan_calls([Tile(0, 4, 0, 4, None, 0)], EagerKernel(), CPU)
+    (group,) = kernel_calls([Tile(0, 4, 0, 4, None, 0)], EagerKernel(), CPU)
     out, _ = EagerKernel().forward(q, k, v, group=group, scale=1.0)
     assert out[0].isfinite().all() and out[1:].isnan().all()
 
@@ -173,7 +175,7 @@ def test_a_call_has_tiles_of_similar_length_and_not_too_many(stand_ins):
     lengths = [100, 5000, 50, 200] + [10] * 600
     starts = np.cumsum([0, *lengths])
     tiles = [Tile(int(start), n, int(start), n, None, 0) for start, n in zip(starts, lengths, strict=False)]
-    groups = plan_calls(tiles, stand_ins["aten"], CPU)
+    groups = kernel_calls(tiles, stand_ins["aten"], CPU)
     assert sorted(len(group.tiles) for group in groups) == [1, 91, 256, 256]
     assert {tile.q_len for group in groups for tile in group.tiles if len(group.tiles) == 1} == {5000}
     for group in groups:
@@ -183,8 +185,8 @@ def test_a_call_has_tiles_of_similar_length_and_not_too_many(stand_ins):
 
 
 def test_neighbouring_rows_are_not_copied(stand_ins):
-    (group,) = plan_calls(DOCUMENTS, stand_ins["aten"], CPU)
-    assert group.q_rows == group.k_rows == slice(0, 12)
+    (group,) = kernel_calls(DOCUMENTS, stand_ins["aten"], CPU)
+    assert group.q_index == group.k_index == slice(0, 12)
     assert group.varlen.cu_seqlens_q.tolist() == [0, 4, 7, 12] and group.varlen.max_seqlen_q == 5
 
 
@@ -200,7 +202,7 @@ def test_whole_rows_through_the_flash_kernels(stand_ins, monkeypatch, name, wind
 def test_rows_that_see_nothing_get_minus_infinity(stand_ins):
     """flash-attn writes +inf; no plan makes such rows, but a merge must never see them."""
     q, k, v, _ = random_row(4, 2, 2, 8)
-    (group,) = plan_calls([Tile(0, 4, 0, 2, None, 0)], stand_ins["aten"], CPU)
+    (group,) = kernel_calls([Tile(0, 4, 0, 2, None, 0)], stand_ins["aten"], CPU)
     out, lse = stand_ins["aten"].forward(q, k[:2], v[:2], group=group, scale=1.0)
     assert (lse[:2] == -torch.inf).all() and lse[2:].isfinite().all() and not out[:2].any()
 
@@ -212,10 +214,10 @@ def test_backward_of_one_block_with_the_lse_of_all(kernel):
     leaves = [x.requires_grad_() for x in (q, k, v)]
     out, lse = dense(*leaves, [Tile(0, 10, 0, 10, None, None)])
     out.backward(grad_out)
-    (group,) = plan_calls([Tile(0, 10, 0, 5, None, None)], kernel, CPU)
+    (group,) = kernel_calls([Tile(0, 10, 0, 5, None, None)], kernel, CPU)
     with torch.no_grad():
         halves = [
-            kernel.backward(grad_out, q, k[keys], v[keys], out, lse, group=group, scale=0.3)
+            kernel.backward(BackwardInputs(grad_out, q, k[keys], v[keys], out, lse), group=group, scale=0.3)
             for keys in (slice(0, 5), slice(5, 10))
         ]
     assert torch.allclose(halves[0][0] + halves[1][0], q.grad, atol=1e-12)
@@ -300,7 +302,9 @@ def test_the_nearest_kernel_is_named(gpu):
         )
         gpu(9)
         assert choose_kernel("auto", q, q).name == "flash_attn_3" and choose_kernel("sdpa", q, q).name == "sdpa"
-        with pytest.raises(ValueError, match="got torch.float32 on cuda. Use bf16, or kernel='eager' for short rows"):
+        with pytest.raises(
+            ValueError, match="got torch.float32 on cuda. Use bf16, or kernel='eager' for short samples"
+        ):
             choose_kernel("auto", fp32, fp32)
         with pytest.raises(ValueError, match="multiple of 8 up to 256, got 100 .* 100 .*. Use kernel='eager'"):
             choose_kernel("auto", odd, odd)

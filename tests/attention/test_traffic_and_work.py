@@ -13,14 +13,15 @@ import torch
 import torch.distributed as dist
 
 from hf_cp.attention.kernels import CpuFlashKernel, EagerKernel
-from hf_cp.attention.usp import context_parallel_attention
+from hf_cp.attention.usp import context_parallel_attention, usp_attention
 from hf_cp.config import ContextParallelConfig
 from hf_cp.distributed.collectives import BlockTransfer, Transfer
+from hf_cp.distributed.communicator import Communicator
 from hf_cp.distributed.mesh import ContextParallelMesh
-from hf_cp.distributed.traffic import Traffic
 from hf_cp.sequence.costs import AttentionShape, attention_flops, ring_bytes, ulysses_bytes
 from hf_cp.sequence.layout import SequenceLayout
 from hf_cp.sequence.plan import AttentionPlan
+from hf_cp.sequence.sample import PackedSample
 from tests.attention.cases import LAYOUTS, RING_COMMS, Case, Meshes, run_attention
 from tests.attention.reference import random_row, visible
 from tests.sequence.test_plan import band
@@ -44,7 +45,6 @@ def sent_bytes(cases: list[tuple[Case, torch.dtype]]) -> list[Sent]:
 
 def _sent_bytes(case: Case, dtype: torch.dtype, mesh: ContextParallelMesh) -> Sent:
     layout = SequenceLayout(case.doc_lengths, case.config)
-    mesh.traffic = Traffic()
     row = random_row(layout.num_tokens, case.num_heads, case.num_kv_heads, case.head_dim, dtype)
     q, k, v, grad_out = (layout.shard(x, mesh.cp_rank) for x in row)
     seen: Counter[str] = Counter()
@@ -66,8 +66,10 @@ def _sent_bytes(case: Case, dtype: torch.dtype, mesh: ContextParallelMesh) -> Se
         patch.object(dist, "all_to_all_single", count_all_to_all),
     ):
         leaves = [x.requires_grad_() for x in (q, k, v)]
-        context_parallel_attention(*leaves, mesh=mesh, layout=layout, window=case.window).backward(grad_out)
-    return Sent(seen["ring"], seen["ulysses"], mesh.traffic.ring_bytes, mesh.traffic.ulysses_bytes)
+        comm = Communicator(mesh)
+        out = usp_attention(*leaves, sample=PackedSample(layout), comm=comm, config=case.config, window=case.window)
+        out.backward(grad_out)
+    return Sent(seen["ring"], seen["ulysses"], comm.ring_bytes, comm.ulysses_bytes)
 
 
 def traffic_cases() -> list[tuple[Case, torch.dtype]]:

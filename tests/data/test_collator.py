@@ -120,7 +120,7 @@ def test_positions_of_two_documents(positions: list | None, expected: list) -> N
     assert [batch["position_ids"][0].tolist() for batch in ranks] == expected
     if positions is None:
         for cp_rank, batch in enumerate(ranks):
-            assert batch["position_ids"][0].tolist() == batch["hf_cp_layout"].position_ids(cp_rank).tolist()
+            assert batch["position_ids"][0].tolist() == batch["hf_cp_sample"].layout.position_ids(cp_rank).tolist()
 
 
 def test_running_positions_without_context_parallelism_are_refused() -> None:
@@ -130,7 +130,7 @@ def test_running_positions_without_context_parallelism_are_refused() -> None:
         DataCollatorForContextParallel(ContextParallelConfig())(features)
     forced = DataCollatorForContextParallel(ContextParallelConfig(force=True))(features)
     assert forced["position_ids"].tolist() == [[0, 1, 2, 3]]
-    assert forced["hf_cp_layout"].doc_lengths == (2, 2)
+    assert forced["hf_cp_sample"].layout.doc_lengths == (2, 2)
 
 
 def test_batch_without_context_parallelism_is_plain_hugging_face() -> None:
@@ -146,9 +146,9 @@ def test_batch_without_context_parallelism_is_plain_hugging_face() -> None:
 def test_batch_with_context_parallelism() -> None:
     for config in (ContextParallelConfig(force=True), ContextParallelConfig(ring_degree=2)):
         batch = collate_all(documents_of([3, 5]), config)[0]
-        assert set(batch) == {*TENSORS, "hf_cp_layout"}
+        assert set(batch) == {*TENSORS, "hf_cp_sample"}
         assert all(batch[name].dtype == torch.int64 for name in TENSORS)
-        assert batch["hf_cp_layout"].doc_lengths == (3, 5)
+        assert batch["hf_cp_sample"].layout.doc_lengths == (3, 5)
 
 
 @given(
@@ -167,7 +167,7 @@ def test_shards_put_together_are_the_row(lengths: list[int], degrees: tuple, lay
         labels = [token if k else -100 for token, k in zip(ids, keep, strict=True)]
         features.append({"input_ids": ids, "labels": labels})
     ranks = collate_all(features, config)
-    unshard = ranks[0]["hf_cp_layout"].unshard
+    unshard = ranks[0]["hf_cp_sample"].layout.unshard
     row = {name: unshard([batch[name][0] for batch in ranks]).tolist() for name in TENSORS}
     assert row["input_ids"] == list(range(10, 10 + sum(lengths)))
     assert row["labels"] == sum((feature["labels"] for feature in features), [])
@@ -218,7 +218,7 @@ def test_collator_of_a_mesh_can_be_pickled() -> None:
     copy = pickle.loads(pickle.dumps(collator))
     batch = copy([[1, 2, 3]])
     assert batch["input_ids"].tolist() == [[1, 2, 3]]
-    assert pickle.loads(pickle.dumps(batch["hf_cp_layout"])) == batch["hf_cp_layout"]
+    assert pickle.loads(pickle.dumps(batch["hf_cp_sample"])) == batch["hf_cp_sample"]
 
 
 @pytest.mark.parametrize(

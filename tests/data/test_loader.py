@@ -16,7 +16,8 @@ from hf_cp.config import ContextParallelConfig
 from hf_cp.data.collator import DataCollatorForContextParallel
 from hf_cp.data.loader import ContextParallelDataLoader, RowSampler
 from hf_cp.data.packed import PackedDataset
-from hf_cp.distributed.mesh import ContextParallelMesh
+from hf_cp.distributed.communicator import Communicator
+from hf_cp.distributed.mesh import ContextParallelMesh, config_of
 from hf_cp.sequence.packing import PackingManifest
 from tests.data.orders import make_order
 
@@ -28,7 +29,9 @@ ROWS = ((0, 2), (1,), (3, 4), (5,), (6, 7))
 
 def make_loader(features=FEATURES, *, max_tokens: int | None = 8, **kwargs) -> ContextParallelDataLoader:
     collator = DataCollatorForContextParallel(CONFIG, max_tokens=max_tokens)
-    return ContextParallelDataLoader(features, collator=collator, mesh=ContextParallelMesh(CONFIG), **kwargs)
+    return ContextParallelDataLoader(
+        features, collator=collator, comm=Communicator(ContextParallelMesh(CONFIG)), **kwargs
+    )
 
 
 def rows_of(batches) -> list[tuple[int, ...]]:
@@ -216,7 +219,7 @@ def test_skip_first_batches_of_accelerate(epoch: int) -> None:
 def test_skip_first_batches_keeps_the_status_exchange(monkeypatch) -> None:
     steps = []
     loader = make_loader(num_workers=2)
-    monkeypatch.setattr("hf_cp.data.loader.exchange_status", lambda what, **kwargs: steps.append(kwargs["step"]))
+    monkeypatch.setattr("hf_cp.data.loader.agree", lambda what, **kwargs: steps.append(kwargs["step"]))
     list(skip_first_batches(loader, 3))
     assert steps == [3, 4]
 
@@ -264,11 +267,11 @@ def test_other_errors_name_their_type() -> None:
 def test_mesh_and_collator_must_agree() -> None:
     collator = DataCollatorForContextParallel(ContextParallelConfig(force=True))
     with pytest.raises(ValueError, match="Make both from one config"):
-        ContextParallelDataLoader(FEATURES, collator=collator, mesh=ContextParallelMesh(CONFIG))
+        ContextParallelDataLoader(FEATURES, collator=collator, comm=Communicator(ContextParallelMesh(CONFIG)))
     mesh = SimpleNamespace(config=ContextParallelConfig(ring_degree=2), cp_rank=1)
-    assert DataCollatorForContextParallel(mesh.config).for_rank(mesh).cp_rank == 1
+    assert DataCollatorForContextParallel(config_of(mesh)).for_rank(mesh).cp_rank == 1
     with pytest.raises(ValueError, match="made for cp_rank=0, but this process is cp_rank=1"):
-        DataCollatorForContextParallel(mesh.config, cp_rank=0).for_rank(mesh)
+        DataCollatorForContextParallel(config_of(mesh), cp_rank=0).for_rank(mesh)
 
 
 def test_packing_is_reported_once(caplog) -> None:

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from hf_cp.config import ContextParallelConfig
 from hf_cp.data.collator import DataCollatorForContextParallel, PackedRow
 from hf_cp.data.loader import ContextParallelDataLoader
+from hf_cp.distributed.communicator import Communicator
+from hf_cp.distributed.host import agree
 from hf_cp.distributed.mesh import ContextParallelMesh
-from hf_cp.distributed.status import exchange_status
 
 CP2 = ContextParallelConfig(ring_degree=2)
 # Packed into rows of at most 8: 8 full rows, some with several documents.
@@ -24,14 +25,16 @@ pytestmark = pytest.mark.distributed
 
 def make_loader(features=FEATURES, *, max_tokens: int | None = 8, **kwargs) -> ContextParallelDataLoader:
     collator = DataCollatorForContextParallel(CP2, max_tokens=max_tokens)
-    return ContextParallelDataLoader(features, collator=collator, mesh=ContextParallelMesh(CP2), **kwargs)
+    return ContextParallelDataLoader(
+        features, collator=collator, comm=Communicator(ContextParallelMesh(CP2)), **kwargs
+    )
 
 
 def whole_row(batch: dict, mesh: ContextParallelMesh) -> tuple[int, ...]:
     """The ids of the row, put together from the shards of this context-parallel group."""
     shards = [torch.empty_like(batch["input_ids"]) for _ in range(mesh.cp_size)]
     dist.all_gather(shards, batch["input_ids"], group=mesh.cp_group)
-    return tuple(batch["hf_cp_layout"].unshard(shards, dim=1)[0].tolist())
+    return tuple(batch["hf_cp_sample"].layout.unshard(shards, dim=1)[0].tolist())
 
 
 def hash_rows(monkeyed: list[int], loader: ContextParallelDataLoader) -> None:
@@ -81,7 +84,9 @@ def test_same_row_inside_a_group_and_every_row_once_an_epoch(world4) -> None:
 
 def make_loader_rows() -> list[tuple[int, ...]]:
     collator = DataCollatorForContextParallel(ContextParallelConfig(), max_tokens=8)
-    loader = ContextParallelDataLoader(FEATURES, collator=collator, mesh=ContextParallelMesh(collator.config))
+    loader = ContextParallelDataLoader(
+        FEATURES, collator=collator, comm=Communicator(ContextParallelMesh(collator.config))
+    )
     return [tuple(batch["input_ids"][0].tolist()) for batch in loader]
 
 
@@ -176,7 +181,7 @@ def differ_in_steps() -> None:
 
 def wrong_cp_rank() -> None:
     collator = DataCollatorForContextParallel(CP2, cp_rank=0, max_tokens=8)
-    ContextParallelDataLoader(FEATURES, collator=collator, mesh=ContextParallelMesh(CP2))
+    ContextParallelDataLoader(FEATURES, collator=collator, comm=Communicator(ContextParallelMesh(CP2)))
 
 
 def all_empty() -> None:
@@ -273,7 +278,7 @@ def test_one_small_exchange_a_step(world4) -> None:
 
 def exchange_different_ends() -> None:
     mesh = ContextParallelMesh(CP2)
-    exchange_status("row", mesh=mesh, step=3, is_exhausted=mesh.rank == 2)
+    agree("sample", comm=Communicator(mesh), step=3, is_exhausted=mesh.rank == 2)
 
 
 def test_rank_that_runs_out_of_rows_is_raised_on_all(world4) -> None:

@@ -8,6 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 from hf_cp.config import ContextParallelConfig
 from hf_cp.data.collator import DataCollatorForContextParallel
 from hf_cp.data.loader import ContextParallelDataLoader
+from hf_cp.distributed.communicator import Communicator
 from hf_cp.distributed.mesh import ContextParallelMesh
 
 FEATURES = [[i] * 6 for i in range(1, 9)]  # 8 rows of one document
@@ -20,7 +21,7 @@ class RowsTrainer(Trainer):
         self.trained: list[int] = []
         mesh = ContextParallelMesh(self.data_collator.config)
         return ContextParallelDataLoader(
-            FEATURES, collator=self.data_collator, mesh=mesh, shuffle=True, seed=3, num_workers=2
+            FEATURES, collator=self.data_collator, comm=Communicator(mesh), shuffle=True, seed=3, num_workers=2
         )
 
     def training_step(self, model, inputs, num_items_in_batch=None):

@@ -17,6 +17,7 @@ from hf_cp.config import ContextParallelConfig
 from hf_cp.data.collator import DataCollatorForContextParallel
 from hf_cp.data.documents import Document
 from hf_cp.data.streaming import StreamDataLoader, StreamRows, StreamSettings, _digest, is_stream
+from hf_cp.distributed.communicator import Communicator
 from hf_cp.distributed.mesh import ContextParallelMesh
 
 CP1, CP2 = ContextParallelConfig(force=True), ContextParallelConfig(ring_degree=2)
@@ -49,7 +50,7 @@ def make_loader(
     return StreamDataLoader(
         stream,
         collator=collator,
-        mesh=ContextParallelMesh(config),
+        comm=Communicator(ContextParallelMesh(config)),
         **{"shuffle": True, "buffer_documents": 20, **settings},
     )
 
@@ -100,7 +101,7 @@ def test_every_document_once_a_pass_and_no_row_is_made_up():
 
 def test_rows_are_full():
     loader = make_loader()
-    fill = [batch["hf_cp_layout"].num_tokens for batch in itertools.islice(loader, 12)]
+    fill = [batch["hf_cp_sample"].layout.num_tokens for batch in itertools.islice(loader, 12)]
     assert np.mean(fill) > 14
 
 
@@ -204,7 +205,7 @@ def deal(num_steps: int, accumulation: int) -> list[tuple[int, ...]]:
     for batch in itertools.islice(loader, num_steps):
         shards = [torch.empty_like(batch["input_ids"]) for _ in range(mesh.cp_size)]
         dist.all_gather(shards, batch["input_ids"], group=mesh.cp_group)
-        rows.append(tuple(batch["hf_cp_layout"].unshard(shards, dim=1)[0].unique().tolist()))
+        rows.append(tuple(batch["hf_cp_sample"].layout.unshard(shards, dim=1)[0].unique().tolist()))
     return rows
 
 

@@ -15,10 +15,9 @@ from transformers import TrainerCallback
 
 from hf_cp.config import ContextParallelConfig
 from hf_cp.distributed import collectives
-from hf_cp.distributed.faults import CommunicationError, Watched
+from hf_cp.distributed.communicator import CommunicationError, Communicator
+from hf_cp.distributed.host import agree, gather_objects, gather_over_cp, sum_over_world
 from hf_cp.distributed.mesh import ContextParallelMesh
-from hf_cp.distributed.reduce import sum_over_world
-from hf_cp.distributed.status import exchange_status
 from tests.training.fsdp2 import fsdp2_arguments
 from tests.training.tiny import make_documents, make_model, make_trainer
 
@@ -52,37 +51,36 @@ def wait_for_all(key: str) -> None:
     store.wait([f"{key}{rank}" for rank in range(dist.get_world_size())])
 
 
-def operations(mesh: ContextParallelMesh) -> dict[int, dict[str, callable]]:
+def operations(comm: Communicator) -> dict[int, dict[str, callable]]:
     """The collectives of the package, by the rank that tries them while nobody else does."""
-    rows = torch.zeros(2, 3)
+    rows, blocks = torch.zeros(2, 3), collectives.BlockTransfer(comm)
     return {
         0: {
-            "the sum over the ranks of a row": lambda: collectives.sum_over_cp(rows, mesh),
-            "the comparison of the ranks' batches": lambda: collectives.gather_ints_over_cp([1], mesh),
+            "the sum over the ranks of a sample": lambda: collectives.sum_over_cp(rows, comm),
+            "the comparison of the ranks' batches": lambda: gather_over_cp([1], comm=comm),
         },
         3: {
-            "a sum of counts or losses": lambda: sum_over_world([1], mesh=mesh),
-            "agreeing on the row for micro-step 4": lambda: exchange_status("row", mesh=mesh, step=4),
+            "a sum of counts or losses": lambda: sum_over_world([1], comm=comm),
+            "agreeing on the sample for micro-step 4": lambda: agree("sample", comm=comm, step=4),
+            "the gather of what": lambda: gather_objects(None, comm=comm),
         },
         1: {
-            "a hop of the ring": lambda: collectives.start_hop(rows, mesh, received_rows=2).wait(),
-            "the exchange of K/V rows": lambda: collectives.start_exchange(
-                rows, mesh, sent=[1, 1], received=[1, 1]
+            "a hop of the ring": lambda: collectives.start_hop(rows, comm, received_length=2).wait(),
+            "the exchange of K/V tokens": lambda: collectives.start_exchange(
+                rows, comm, sent=[1, 1], received=[1, 1]
             ).wait(),
-            "the all-gather of K/V": lambda: collectives.start_all_gather(rows, mesh).wait(),
-            "the return of dK/dV": lambda: collectives.start_return(rows, mesh).wait(),
+            "the all-gather of K/V": lambda: collectives.start_all_gather(rows, comm).wait(),
+            "the return of dK/dV": lambda: collectives.start_return(rows, comm).wait(),
         },
         2: {
-            "the trade of tokens for heads": lambda: collectives.finish_all_to_all(
-                collectives.start_all_to_all(rows, mesh)
-            )
+            "the all-to-all of tokens and heads": lambda: (blocks.start(rows), blocks.finish()),
         },
     }
 
 
 def try_operations() -> dict[str, Lost | None]:
     mesh = ContextParallelMesh(ContextParallelConfig(2, 2, timeout_seconds=LIMIT))
-    found = {what: caught(call) for what, call in operations(mesh)[mesh.rank].items()}
+    found = {what: caught(call) for what, call in operations(Communicator(mesh))[mesh.rank].items()}
     wait_for_all("tried")
     return found
 
@@ -99,7 +97,7 @@ def test_every_operation_names_ranks_and_time_limit(world4):
             assert f"rank {rank} of 4 (dp 0, ring {rank // 2}, ulysses {rank % 2}) lost its peers" in lost.message
             assert what in lost.message and peers[rank] in lost.message and "time limit 5 s" in lost.message
             assert lost.cause in ("RuntimeError", "DistBackendError") and lost.seconds < 20
-    assert counts == [2, 4, 1, 2]
+    assert counts == [2, 4, 1, 3]
 
 
 class _Fault:
@@ -199,7 +197,7 @@ def test_other_errors_pass(world1):
     """Lack of memory and errors that are not the library's keep their type; ours is not wrapped twice."""
     mesh = ContextParallelMesh(ContextParallelConfig())
     for error in (torch.OutOfMemoryError("full"), ValueError("shape"), CommunicationError("said already")):
-        with pytest.raises(type(error)) as caught_error, Watched(mesh, "world", "a test"):
+        with pytest.raises(type(error)) as caught_error, Communicator(mesh).calling("world", "a test"):
             raise error
         assert caught_error.value is error
 

@@ -88,7 +88,7 @@ def test_ranks_must_be_all_ranks_once(world4):
 
 def timeouts(config: ContextParallelConfig) -> list[timedelta]:
     mesh = ContextParallelMesh(config)
-    made = (mesh.cp_group, mesh.dp_group, mesh.ring_group, mesh.ulysses_group, mesh.status_group)
+    made = (mesh.cp_group, mesh.dp_group, mesh.ring_group, mesh.ulysses_group, mesh.host_group)
     return [group._get_backend(torch.device("cpu")).options._timeout for group in made]
 
 
@@ -114,7 +114,7 @@ def test_without_context_parallelism_everything_is_dp(world2):
 
 def test_one_process_needs_no_process_group(world1):
     mesh = ContextParallelMesh(ContextParallelConfig())
-    assert (mesh.rank, mesh.world_size, mesh.cp_rank, mesh.dp_rank, mesh.status_group) == (0, 1, 0, 0, None)
+    assert (mesh.rank, mesh.world_size, mesh.cp_rank, mesh.dp_rank, mesh.host_group) == (0, 1, 0, 0, None)
     with pytest.raises(ValueError, match="does not divide the 1 launched"):
         ContextParallelMesh(ContextParallelConfig(2))
 

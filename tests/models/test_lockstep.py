@@ -40,4 +40,4 @@ def test_groups_of_unequal_rows_call_modules_equally_often(world4):
 @pytest.mark.distributed
 def test_a_bad_batch_ends_all_groups(world4):
     for error in world4.run(module_calls, True, 3, expect_error=True):
-        assert "1 of 4 ranks could not make their row" in error.message and "rank 3: ValueError" in error.message
+        assert "1 of 4 ranks could not make their sample" in error.message and "rank 3: ValueError" in error.message

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from hf_cp import ContextParallelConfig, apply_context_parallel
 from hf_cp.models.patch import context_parallel_state, local_token_losses
 from hf_cp.sequence.layout import SequenceLayout
+from hf_cp.sequence.sample import PackedSample
 from tests.attention.reference import relative_error
 from tests.models.test_patch import LENGTHS, averaged_gradients
 from tests.models.tiny import Row, tiny_model
@@ -77,16 +78,16 @@ def test_logits_of_a_whole_shard_never_exist(world4):
     assert max(world4.run(widest_logits, 1000)) <= 32
 
 
-def calls_of_lm_head(lockstep_length: int | None) -> int:
+def calls_of_lm_head(common_length: int | None) -> int:
     """A short row; beside it another replica may have a longer one."""
     config = ContextParallelConfig(ring_degree=2, loss_chunk_tokens=4)
     model, row, layout = apply_context_parallel(tiny_model(), config), Row([8]), SequenceLayout([8], config)
-    if lockstep_length is not None:
-        layout.lockstep_length = lockstep_length
     calls = []
     model.lm_head.register_forward_hook(lambda module, args, output: calls.append(len(output)))
     with torch.no_grad():
-        loss = model(**row.local_batch(layout, dist.get_rank())).loss
+        batch = row.local_batch(layout, dist.get_rank())
+        batch["hf_cp_sample"] = PackedSample(layout, common_length=common_length)
+        loss = model(**batch).loss
     expected = tiny_model()(**row.whole_batch()).loss
     assert abs(loss - expected) < 1e-6
     return len(calls)

@@ -76,14 +76,14 @@ def value_and_scale() -> None:
     assert abs(parts[0] - parts[1] - 0.5 * expected) < 1e-6
     assert torch.equal(local_token_losses(model, batch), plain.token_losses)
     with pytest.raises(ValueError, match="without labels"):
-        model(input_ids=batch["input_ids"], hf_cp_layout=batch["hf_cp_layout"], output_router_logits=True)
+        model(input_ids=batch["input_ids"], hf_cp_sample=batch["hf_cp_sample"], output_router_logits=True)
     with pytest.raises(ValueError, match="fused_lm_head.*that of a shard"):
         model(**batch, fused_lm_head=True)
-    logits = model(input_ids=batch["input_ids"], hf_cp_layout=batch["hf_cp_layout"])
+    logits = model(input_ids=batch["input_ids"], hf_cp_sample=batch["hf_cp_sample"])
     assert logits.logits.shape == (1, 10, 64) and logits.aux_loss is None
     _refuse_reentrant_checkpointing(model, batch)
     row.shift_labels[:] = -100  # a row that trains nothing
-    empty = model(**row.local_batch(batch["hf_cp_layout"], dist.get_rank()))
+    empty = model(**row.local_batch(batch["hf_cp_sample"].layout, dist.get_rank()))
     assert empty.loss == 0 and empty.aux_loss == 0
 
 

@@ -22,6 +22,7 @@ from hf_cp import (
 from hf_cp.distributed.mesh import ContextParallelMesh
 from hf_cp.models.patch import ATTENTION_NAME, context_parallel_state
 from hf_cp.sequence.layout import SequenceLayout
+from hf_cp.sequence.sample import PackedSample, replace
 from tests.attention.cases import gather_shards
 from tests.attention.reference import relative_error
 from tests.models.tiny import FAMILIES, Row, tiny_model
@@ -142,7 +143,7 @@ def logits_of_seven_tokens() -> None:
     model = apply_context_parallel(tiny_model(), config)
     mesh = context_parallel_state(model).mesh
     batch = row.local_batch(layout, mesh.cp_rank)
-    local = model(input_ids=batch["input_ids"], hf_cp_layout=layout).logits
+    local = model(input_ids=batch["input_ids"], hf_cp_sample=PackedSample(layout)).logits
     whole = layout.unshard(gather_shards(local, mesh), dim=1)
     expected = tiny_model()(row.input_ids[None], use_cache=False).logits
     assert whole.shape == expected.shape and (whole - expected).abs().max() < 1e-10
@@ -208,7 +209,7 @@ def wrong_batches() -> None:
         with pytest.raises((ValueError, RuntimeError), match=message):
             model(**batch)
 
-    expect("no hf_cp_layout", hf_cp_layout=None)
+    expect("no hf_cp_sample", hf_cp_sample=None)
     expect("no tuple of loss and logits", return_dict=False)
     expect("no shift_labels", shift_labels=None)
     expect(r"input_ids has shape \(1, 16\)", input_ids=row.input_ids[None])
@@ -217,7 +218,8 @@ def wrong_batches() -> None:
     causal = torch.full((8, 8), -torch.inf).triu(1)[None, None]
     for mask in (torch.ones(1), torch.ones(1, 16), torch.ones(1, 1, 8, 8), causal, {"full_attention": causal}):
         expect("for each of the 8 slots. Attention is causal", attention_mask=mask)
-    expect("sharded for ring x ulysses = 1 x 2", hf_cp_layout=SequenceLayout([16], ContextParallelConfig(1, 2)))
+    other = SequenceLayout([16], ContextParallelConfig(1, 2))
+    expect("was made for ring x ulysses = 1 x 2", hf_cp_sample=PackedSample(other))
     other_ids = Row([16], seed=rank).local_batch(layout, rank)  # equal lengths, other tokens
     assert model(**other_ids).loss.isfinite()  # made by hand: only the layouts are compared
     collate = DataCollatorForContextParallel(config, cp_rank=rank)
@@ -226,19 +228,20 @@ def wrong_batches() -> None:
         (ValueError, RuntimeError), match="part of cp_rank 0, but this process is cp_rank 1|cp_rank \\[1\\]"
     ):
         model(**DataCollatorForContextParallel(config, cp_rank=0)([{"input_ids": list(range(16))}]))
-    collated[1]["hf_cp_layout"].row_digest += rank
+    sample = collated[1]["hf_cp_sample"]
+    collated[1]["hf_cp_sample"] = replace(sample, digest=sample.digest + rank)
     assert model(**collated[0]).loss.isfinite()
-    with pytest.raises(ValueError, match="different rows"):
+    with pytest.raises(ValueError, match="different samples"):
         model(**collated[1])
     # at fault on one rank only: the other one is told
     if rank == 0:
         expect("input_ids has shape", input_ids=row.input_ids[None])
-        expect("different rows", hf_cp_layout=SequenceLayout([8, 8], config))
-        expect("no hf_cp_layout", hf_cp_layout=None)
-        expect("no hf_cp_layout", hf_cp_layout=None, labels=None, shift_labels=None)  # text: on this rank alone
+        expect("different samples", hf_cp_sample=PackedSample(SequenceLayout([8, 8], config)))
+        expect("no hf_cp_sample", hf_cp_sample=None)
+        expect("no hf_cp_sample", hf_cp_sample=None, labels=None, shift_labels=None)  # text: on this rank alone
     else:
         expect(r"cp_rank \[0\]")
-        expect("different rows")
+        expect("different samples")
         expect(r"cp_rank \[0\]")
     assert model(**good, attention_mask=torch.ones(1, 8)).loss.isfinite()
 
@@ -314,7 +317,7 @@ def test_remove_restores_the_model():
     before = model(**row.whole_batch()).loss
     keys = set(vars(model))
     apply_context_parallel(model, ContextParallelConfig(force=True))
-    with pytest.raises(ValueError, match="no hf_cp_layout"):
+    with pytest.raises(ValueError, match="no hf_cp_sample"):
         model(**row.whole_batch())
     with pytest.raises(ValueError, match="already context-parallel"):
         apply_context_parallel(model, ContextParallelConfig(force=True))
@@ -343,7 +346,7 @@ def test_disabled_inside_a_block_even_if_it_raises():
 def test_tuples_are_refused_with_labels_and_made_without():
     model, row = apply_context_parallel(tiny_model(), ContextParallelConfig(force=True)), Row(LENGTHS)
     batch = row.local_batch(SequenceLayout(LENGTHS, ContextParallelConfig()), 0)
-    inputs = {name: batch[name] for name in ("input_ids", "hf_cp_layout")}
+    inputs = {name: batch[name] for name in ("input_ids", "hf_cp_sample")}
     model.config.return_dict = False
     with pytest.raises(ValueError, match="no tuple of loss and logits"):
         model(**batch)

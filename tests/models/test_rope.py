@@ -17,10 +17,12 @@ from hf_cp import (
     apply_context_parallel,
     context_parallel_disabled,
 )
+from hf_cp.distributed.communicator import Communicator
 from hf_cp.distributed.mesh import ContextParallelMesh
 from hf_cp.models.patch import context_parallel_state
-from hf_cp.models.rope import frequencies_of_the_row, rope_types, rotaries_by_length
+from hf_cp.models.rope import frequencies_of_the_sample, rope_types, rotaries_by_length
 from hf_cp.sequence.layout import SequenceLayout
+from hf_cp.sequence.sample import PackedSample
 from tests.attention.cases import gather_shards
 from tests.attention.reference import relative_error
 from tests.models.test_patch import averaged_gradients, train_step
@@ -167,7 +169,7 @@ def positions_of_the_user() -> None:
         if not running:
             documents = [{"input_ids": document["input_ids"]} for document in documents]
         batch = DataCollatorForContextParallel(config, cp_rank=rank)(documents)
-        assert batch["hf_cp_layout"].max_position == (15 if running else 7)
+        assert batch["hf_cp_sample"].max_position == (15 if running else 7)
         model(**batch).loss.backward()
         assert model.model.rotary_emb.inv_freq[1].item() == pytest.approx(second_frequency, abs=1e-6)
     row, layout = Row([8, 8]), SequenceLayout([8, 8], config)  # by hand: the layout does not know the positions
@@ -198,8 +200,8 @@ def test_hooks_are_gone_after_an_error():
     model = apply_context_parallel(tiny_model(**settings_of("dynamic")), ContextParallelConfig(force=True))
     rotary, layout = model.model.rotary_emb, SequenceLayout([16], ContextParallelConfig())
     with pytest.raises(RuntimeError, match="stop"):
-        with frequencies_of_the_row(
-            (rotary,), layout, torch.arange(16)[None], mesh=context_parallel_state(model).mesh
+        with frequencies_of_the_sample(
+            (rotary,), PackedSample(layout), torch.arange(16)[None], comm=context_parallel_state(model).comm
         ):
             assert rotary._forward_hooks
             raise RuntimeError("stop")
@@ -229,13 +231,13 @@ def test_one_rotary_for_several_kinds_of_layers():
     assert rope_types(config) == {"default", "dynamic"}
     alone, shared = Gemma3RotaryEmbedding(config), Gemma3RotaryEmbedding(config)
     assert rotaries_by_length(nn.ModuleList([shared])) == (shared,)
-    mesh = ContextParallelMesh(ContextParallelConfig(force=True))
-    layout, x = SequenceLayout([16], ContextParallelConfig()), torch.zeros(1, dtype=torch.float64)
-    layout.max_position = 15
+    comm = Communicator(ContextParallelMesh(ContextParallelConfig()))
+    sample = PackedSample(SequenceLayout([16], ContextParallelConfig()), max_position=15)
+    x = torch.zeros(1, dtype=torch.float64)
     local = torch.tensor([[0, 1, 6, 7]])
     for kind in ropes:
         whole = alone(x, torch.arange(16)[None], kind)
-        with frequencies_of_the_row((shared,), layout, local, mesh=mesh):
+        with frequencies_of_the_sample((shared,), sample, local, comm=comm):
             for found in (shared(x, local, kind), shared(x, position_ids=local, layer_type=kind)):
                 for table, expected in zip(found, whole, strict=True):
                     assert torch.equal(table, expected[:, [0, 1, 6, 7]]), kind

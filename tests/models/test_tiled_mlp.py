@@ -14,6 +14,7 @@ from hf_cp import ContextParallelConfig, apply_context_parallel, context_paralle
 from hf_cp.models.mlp import in_chunks
 from hf_cp.models.patch import context_parallel_state
 from hf_cp.sequence.layout import SequenceLayout
+from hf_cp.sequence.sample import PackedSample
 from tests.attention.reference import relative_error
 from tests.models.tiny import Row, tiny_model
 from tests.training.tiny import make_model
@@ -26,7 +27,7 @@ class Way(NamedTuple):
     lora: bool = False
     checkpointing: bool | None = None  # use_reentrant
     chunk_tokens: int | None = 5
-    lockstep_length: int | None = None  # of the row, where another row of the step is longer
+    common_length: int | None = None  # where another sample of the step is longer
 
     def prepared(self, config: ContextParallelConfig) -> nn.Module:
         model = apply_context_parallel(make_model(self.family, lora=self.lora), config)
@@ -41,7 +42,7 @@ WAYS = [
     Way("qwen2", checkpointing=False),
     Way("qwen3", lora=True, checkpointing=True),
     Way("llama", lora=True, checkpointing=False, chunk_tokens=7),
-    Way("llama", chunk_tokens=1, lockstep_length=60),  # more chunks than tokens
+    Way("llama", chunk_tokens=1, common_length=60),  # more chunks than tokens
     Way("llama", chunk_tokens=1000),
 ]
 
@@ -61,8 +62,9 @@ def calls_of(model: nn.Module) -> Counter:
 
 def gradients_of(model: nn.Module, config: ContextParallelConfig, way: Way) -> dict[str, torch.Tensor]:
     mesh, layout = context_parallel_state(model).mesh, SequenceLayout(LENGTHS, config)
-    layout.lockstep_length = way.lockstep_length or layout.lockstep_length
-    model(**Row(LENGTHS).local_batch(layout, mesh.cp_rank)).loss.backward()
+    batch = Row(LENGTHS).local_batch(layout, mesh.cp_rank)
+    batch["hf_cp_sample"] = PackedSample(layout, common_length=way.common_length)
+    model(**batch).loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
     if mesh.cp_size > 1:
         for gradient in gradients.values():

@@ -22,6 +22,8 @@ from transformers import (
     SmolLM3Config,
 )
 
+from hf_cp.sequence.sample import PackedSample
+
 VOCAB_SIZE = 64
 FAMILIES = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 MIXTURES = {"mixtral": MixtralConfig, "qwen2_moe": Qwen2MoeConfig, "qwen3_moe": Qwen3MoeConfig}
@@ -92,4 +94,4 @@ class Row:
         batch = {}
         for name, pad in (("input_ids", 0), ("position_ids", 0), ("labels", -100), ("shift_labels", -100)):
             batch[name] = layout.shard(getattr(self, name), cp_rank, pad_value=pad).unsqueeze(0)
-        return batch | {"hf_cp_layout": layout}
+        return batch | {"hf_cp_sample": PackedSample(layout)}

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from hf_cp.config import ContextParallelConfig
 from hf_cp.distributed.collectives import sum_over_cp
-from hf_cp.distributed.faults import CommunicationError
+from hf_cp.distributed.communicator import CommunicationError
 from hf_cp.distributed.mesh import ContextParallelMesh
 
 LIMIT = 5.0  # seconds
@@ -26,13 +26,13 @@ def main() -> None:
     out = Path(sys.argv[1])
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     mesh = ContextParallelMesh(ContextParallelConfig(ring_degree=2, timeout_seconds=LIMIT))
-    assert sum_over_cp(torch.ones(1), mesh).item() == 2.0
+    assert sum_over_cp(torch.ones(1), Communicator(mesh)).item() == 2.0
     (out / f"ready{mesh.rank}").touch()
     while not (out / "cut").exists():
         time.sleep(0.05)
     began = time.monotonic()
     try:
-        sum_over_cp(torch.ones(1), mesh)
+        sum_over_cp(torch.ones(1), Communicator(mesh))
     except CommunicationError as error:
         (out / f"lost{mesh.rank}").write_text(f"{time.monotonic() - began}\n{error}")
     os._exit(0)  # the store is on the other side of the cut

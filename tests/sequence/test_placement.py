@@ -53,7 +53,7 @@ def test_balance_padding_and_traffic(kind, ring_degree, balance, padding, moved)
     assert np.mean(areas) / max(areas) >= balance
     assert layout.ring_shard_length * ring_degree / TOKENS - 1 <= padding
     pairs = [(a, b) for a in range(ring_degree) for b in range(ring_degree) if a != b]
-    assert sum(len(plan.kv_rows(*pair)) for pair in pairs) / ((ring_degree - 1) * TOKENS) <= moved
+    assert sum(len(plan.kv_slots(*pair)) for pair in pairs) / ((ring_degree - 1) * TOKENS) <= moved
 
 
 def test_ties_are_broken_by_rule():

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from hf_cp.config import ContextParallelConfig
 from hf_cp.sequence.layout import SequenceLayout
-from hf_cp.sequence.plan import AttentionPlan, attention_plan, renumber_keys
+from hf_cp.sequence.plan import AttentionPlan, renumber_keys
+from hf_cp.sequence.sample import PackedSample
 from hf_cp.sequence.tiles import Tile, cut_for_causal_kernel
 from tests.attention.reference import visible
 from tests.sequence.strategies import configs, doc_lengths
@@ -82,18 +83,18 @@ def test_tiles_cut_for_a_causal_kernel_cover_the_same_scores(lengths, config, ca
 
 
 @given(doc_lengths, configs, st.booleans(), windows, st.booleans())
-def test_gathered_keys_cover_the_same_scores(lengths, config, causal, window, by_row):
+def test_gathered_keys_cover_the_same_scores(lengths, config, causal, window, in_order):
     window = window if causal else None
     layout = SequenceLayout(lengths, config)
     plan = AttentionPlan(layout, causal, window)
     shards = [ring_shard(layout, rank) for rank in range(config.ring_degree)]
     count = torch.zeros(layout.num_tokens, layout.num_tokens, dtype=torch.int64)
     for rank, queries in enumerate(shards):
-        gathered = plan.gathered(rank, by_row=by_row)
-        places = torch.full((config.ring_degree * gathered.rows_per_rank,), -1)
+        gathered = plan.gathered(rank, in_order=in_order)
+        places = torch.full((config.ring_degree * gathered.slots_per_rank,), -1)
         for other, shard in enumerate(shards):
-            rows = plan.shared_rows(other)
-            places[other * gathered.rows_per_rank :][: len(rows)] = shard[rows]
+            rows = plan.shared_slots(other)
+            places[other * gathered.slots_per_rank :][: len(rows)] = shard[rows]
         keys = places if gathered.order is None else places[gathered.order]
         for tiles, source in ((gathered.own_tiles, queries), (gathered.tiles, keys)):
             for tile in tiles:
@@ -103,7 +104,7 @@ def test_gathered_keys_cover_the_same_scores(lengths, config, causal, window, by
 
 def test_keys_in_row_order_need_one_tile_per_run_of_queries():
     plan = AttentionPlan(SequenceLayout([64], ContextParallelConfig(ring_degree=4, layout="zigzag")))
-    assert plan.gathered(1, by_row=True).tiles == [Tile(0, 8, 0, 16, None, 0), Tile(8, 8, 0, 56, None, 0)]
+    assert plan.gathered(1, in_order=True).tiles == [Tile(0, 8, 0, 16, None, 0), Tile(8, 8, 0, 56, None, 0)]
 
 
 @given(doc_lengths, configs)
@@ -115,14 +116,14 @@ def test_kv_rows_are_those_that_the_receiver_sees(lengths, config):
         for receiver in range(config.ring_degree):
             queries, keys = ring_shard(layout, receiver), ring_shard(layout, source)
             needed = [slot for slot, key in enumerate(keys) if key >= 0 and mask[queries[queries >= 0], key].any()]
-            rows = plan.kv_rows(source, receiver)
+            rows = plan.kv_slots(source, receiver)
             assert rows.tolist() == needed
             for tile, moved in zip(
                 plan.tiles(receiver, source), renumber_keys(plan.tiles(receiver, source), rows), strict=True
             ):
                 assert rows[moved.k_slots].tolist() == list(range(tile.k_start, tile.k_start + tile.k_len))
             if source != receiver:
-                assert set(rows) <= set(plan.shared_rows(source))
+                assert set(rows) <= set(plan.shared_slots(source))
 
 
 @pytest.mark.parametrize("ring_degree", [2, 4, 8])
@@ -154,19 +155,13 @@ def test_impossible_windows_are_refused(causal, window):
 
 def test_a_layout_keeps_its_plans():
     layout = SequenceLayout([8], ContextParallelConfig(ring_degree=2))
-    assert attention_plan(layout) is attention_plan(layout)
-    assert attention_plan(layout) is not attention_plan(layout, causal=False)
+    sample = PackedSample(layout)
+    assert sample.attention_plan() is sample.attention_plan()
+    assert sample.attention_plan() is not sample.attention_plan(causal=False)
 
 
 def test_whole_documents_need_no_traffic():
     layout = SequenceLayout([5, 5, 5, 5], ContextParallelConfig(ring_degree=2, layout="document"))
     plan = AttentionPlan(layout)
-    assert not plan.needs_traffic and plan.shared_rows(0).size == plan.kv_rows(0, 1).size == 0
+    assert not plan.needs_traffic and plan.shared_slots(0).size == plan.kv_slots(0, 1).size == 0
     assert AttentionPlan(SequenceLayout([5, 5], ContextParallelConfig(ring_degree=2, layout="zigzag"))).needs_traffic
-
-
-def test_lockstep_waits_for_the_largest_step():
-    even = AttentionPlan(SequenceLayout([64], ContextParallelConfig(ring_degree=4, layout="zigzag")))
-    assert even.lockstep_area() - even.area(0) <= 8  # own step: 16 * 17 / 2 everywhere, others 128 everywhere
-    uneven = AttentionPlan(SequenceLayout([64], ContextParallelConfig(ring_degree=4, layout="contiguous")))
-    assert uneven.lockstep_area() == 16 * 17 // 2 + 3 * 16 * 16

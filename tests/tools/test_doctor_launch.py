@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from hf_cp.config import ContextParallelConfig
 from hf_cp.distributed import collectives
+from hf_cp.distributed.communicator import Communicator
+from hf_cp.distributed.host import sum_over_world
 from hf_cp.distributed.mesh import ContextParallelMesh
-from hf_cp.distributed.reduce import sum_over_world
 from hf_cp.tools.doctor import launched as launch
 from hf_cp.tools.doctor import probes
 from hf_cp.tools.doctor.check import Check, Result, examine, ok
@@ -89,7 +90,7 @@ def examine_with_a_rank_that_hangs() -> list[tuple[str, str]]:
 
     def late(launched):
         time.sleep(3.0 * mesh.rank)
-        return ok(str(sum_over_world([1], mesh=mesh)))
+        return ok(str(sum_over_world([1], comm=Communicator(mesh))))
 
     checks = (Check("Launched", "sum", late), Check("Launched", "next", lambda launched: ok("never")))
     with (

@@ -10,7 +10,8 @@ from accelerate import Accelerator
 from torch import nn
 
 from hf_cp.config import ContextParallelConfig
-from hf_cp.distributed.reduce import sum_over_world
+from hf_cp.distributed.communicator import Communicator
+from hf_cp.distributed.host import sum_over_world
 from hf_cp.models.patch import apply_context_parallel
 from hf_cp.training import ContextParallelPlugin
 from tests.training.tiny import Record, make_model
@@ -46,7 +47,7 @@ def run_loop(
                 loss = plugin.loss(wrapped, batch, num_items=num_items)
                 accelerator.backward(loss)
                 local_loss += float(loss.detach()) / accelerator.gradient_accumulation_steps
-            (total,) = sum_over_world([local_loss], mesh=plugin.mesh)
+            (total,) = sum_over_world([local_loss], comm=Communicator(plugin.mesh))
             losses.append(total / plugin.mesh.world_size)
             gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
             optimizer.step()

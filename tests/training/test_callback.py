@@ -15,10 +15,9 @@ import torch
 
 from hf_cp.attention.usp import choose_engine
 from hf_cp.config import ContextParallelConfig
-from hf_cp.distributed.clock import Clock, Waiting
-from hf_cp.distributed.faults import CommunicationError
+from hf_cp.distributed.clock import Clock
+from hf_cp.distributed.communicator import CommunicationError, named_range
 from hf_cp.distributed.mesh import ContextParallelMesh
-from hf_cp.distributed.ranges import named_range
 from hf_cp.planning.flops import training_flops
 from hf_cp.planning.model_shape import ModelShape
 from hf_cp.sequence.costs import AttentionShape, ring_bytes, ulysses_bytes

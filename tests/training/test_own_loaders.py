@@ -10,7 +10,8 @@ from torch.utils.data import DataLoader
 
 from hf_cp.config import ContextParallelConfig
 from hf_cp.data import DataCollatorForContextParallel
-from hf_cp.distributed.reduce import sum_over_world
+from hf_cp.distributed.communicator import Communicator
+from hf_cp.distributed.host import sum_over_world
 from hf_cp.models.patch import apply_context_parallel
 from hf_cp.training import ContextParallelPlugin
 from tests.training.tiny import REF, STOCK, make_documents, make_model, make_trainer, relative
@@ -40,7 +41,7 @@ def train_on_own_loader(config: ContextParallelConfig) -> tuple[list[float], dic
             losses[-1] += float(loss.detach()) / accelerator.gradient_accumulation_steps
         optimizer.step()
         optimizer.zero_grad()
-    totals = sum_over_world(losses, mesh=plugin.mesh)
+    totals = sum_over_world(losses, comm=Communicator(plugin.mesh))
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     return [total / plugin.mesh.world_size for total in totals], weights
 

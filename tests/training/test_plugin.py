@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import cross_entropy
 
 from hf_cp.config import ContextParallelConfig
-from hf_cp.distributed.reduce import sum_over_world
+from hf_cp.distributed.host import sum_over_world
 from hf_cp.models.patch import apply_context_parallel
 from hf_cp.training import ContextParallelPlugin
 from hf_cp.training.backend import reduce_fsdp_in_fp32

@@ -17,7 +17,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_cp.config import ContextParallelConfig
 from hf_cp.data import DataCollatorForContextParallel
-from hf_cp.distributed.reduce import sum_over_world
+from hf_cp.distributed.communicator import Communicator
+from hf_cp.distributed.host import sum_over_world
 from hf_cp.models.patch import apply_context_parallel
 from hf_cp.training import ContextParallelTrainer
 from tests.models.tiny import VOCAB_SIZE, tiny_model
@@ -109,7 +110,7 @@ class RecordingTrainer(ContextParallelTrainer):
         for step, loss in self.micro_losses:
             sums[step] += loss
         mesh = self.cp_mesh
-        return [total / mesh.world_size for total in sum_over_world(sums, mesh=mesh)]
+        return [total / mesh.world_size for total in sum_over_world(sums, comm=Communicator(mesh))]
 
 
 def make_arguments(**changes: Any) -> TrainingArguments:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_cp.attention.kernels.base import Kernel, TensorKind, TileGroup, plan_calls
+from hf_cp.attention.kernels.base import BackwardInputs, Kernel, TensorKind, TileGroup, kernel_calls
 from hf_cp.attention.kernels.cpu_flash import CpuFlashKernel
 from hf_cp.attention.kernels.eager import EagerKernel
 from hf_cp.attention.kernels.flash import AtenFlashKernel, FlashAttnKernel
@@ -12,6 +12,7 @@ from hf_cp.attention.kernels.flash3 import FlashAttn3Kernel
 
 __all__ = [
     "AtenFlashKernel",
+    "BackwardInputs",
     "CpuFlashKernel",
     "EagerKernel",
     "FlashAttn3Kernel",
@@ -21,7 +22,7 @@ __all__ = [
     "TileGroup",
     "choose_kernel",
     "fast_kernels",
-    "plan_calls",
+    "kernel_calls",
 ]
 
 _ON_CUDA = (FlashAttn3Kernel, FlashAttnKernel, AtenFlashKernel)
@@ -59,4 +60,4 @@ def _way_out(kind: TensorKind, able: list[type[Kernel]]) -> str:
     if able:
         return f"Use kernel={able[0].name!r}."
     cast = "bf16, or " if fast_kernels(kind._replace(dtype=torch.bfloat16)) else ""
-    return f"Use {cast}kernel='eager' for short rows."
+    return f"Use {cast}kernel='eager' for short samples."

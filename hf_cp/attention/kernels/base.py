@@ -17,7 +17,7 @@ import torch
 
 from hf_cp.sequence.tiles import Tile, TileTable, are_side_by_side, cut_for_causal_kernel, join_for_varlen_kernel
 
-Rows = slice | torch.Tensor
+Index = slice | torch.Tensor
 Slots = slice | np.ndarray
 
 
@@ -36,14 +36,14 @@ class TileGroup:
 
     Attributes:
         tiles (`tuple[Tile, ...]`): a single one, unless the kernel is `varlen`.
-        q_rows, k_rows (`slice` or int64 `torch.Tensor`): the slots of all tiles, one after another.
-        q_slots (`slice` or int64 `np.ndarray`): `q_rows`, on the host.
+        q_index, k_index (`slice` or int64 `torch.Tensor`): the slots of all tiles, one after another.
+        q_slots (`slice` or int64 `np.ndarray`): `q_index`, on the host.
         varlen (`VarlenArguments`, *optional*): for `varlen` kernels.
     """
 
     tiles: tuple[Tile, ...]
-    q_rows: Rows
-    k_rows: Rows
+    q_index: Index
+    k_index: Index
     q_slots: Slots
     varlen: VarlenArguments | None = None
 
@@ -65,6 +65,21 @@ class TensorKind(NamedTuple):
     dtype: torch.dtype
     head_dim: int  # of queries and keys
     value_dim: int
+
+
+class BackwardInputs(NamedTuple):
+    """What a backward kernel gets of the queries and keys of its tiles.
+
+    `out` and `lse` are over *all* keys of the sample, not only these tiles': P = exp(scores - lse) is then the final
+    probability, and a tile's part of every gradient is exact.
+    """
+
+    grad_out: torch.Tensor  # [N, H, D]
+    q: torch.Tensor  # [N, H, D]
+    k: torch.Tensor  # [M, G, D]
+    v: torch.Tensor  # [M, G, D]
+    out: torch.Tensor  # [N, H, D]
+    lse: torch.Tensor  # [N, H]
 
 
 class Kernel(Protocol):
@@ -92,21 +107,12 @@ class Kernel(Protocol):
         """(out [N, H, D], lse [N, H]) over the keys of the tiles alone; lse is fp32 (fp64 for fp64)."""
 
     def backward(
-        self,
-        grad_out: torch.Tensor,  # [N, H, D]
-        q: torch.Tensor,  # [N, H, D]
-        k: torch.Tensor,  # [M, G, D]
-        v: torch.Tensor,  # [M, G, D]
-        out: torch.Tensor,  # [N, H, D], over *all* keys of the row, not only these tiles'
-        lse: torch.Tensor,  # [N, H], likewise
-        *,
-        group: TileGroup,
-        scale: float,
+        self, inputs: BackwardInputs, *, group: TileGroup, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The tiles' part of (grad_q [N, H, D], grad_k [M, G, D], grad_v [M, G, D])."""
 
 
-def plan_calls(tiles: Sequence[Tile], kernel: Kernel, device: torch.device) -> list[TileGroup]:
+def kernel_calls(tiles: Sequence[Tile], kernel: Kernel, device: torch.device) -> list[TileGroup]:
     """The kernel calls that compute `tiles`: as few as the kernel allows."""
     if not kernel.bands:
         tiles = [part for tile in tiles for part in cut_for_causal_kernel(tile)]
@@ -120,8 +126,8 @@ def _make_group(tiles: Sequence[Tile], device: torch.device) -> TileGroup:
     borders = [torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device=device) for lens in (q_lens, k_lens)]
     varlen = VarlenArguments(*borders, max(q_lens), max(k_lens))
     q_slots, k_slots = _joined([t.q_slots for t in tiles]), _joined([t.k_slots for t in tiles])
-    q_rows, k_rows = (s if isinstance(s, slice) else torch.from_numpy(s).to(device) for s in (q_slots, k_slots))
-    return TileGroup(tuple(tiles), q_rows, k_rows, q_slots, varlen)
+    q_index, k_index = (s if isinstance(s, slice) else torch.from_numpy(s).to(device) for s in (q_slots, k_slots))
+    return TileGroup(tuple(tiles), q_index, k_index, q_slots, varlen)
 
 
 def _joined(slots: Sequence[slice]) -> Slots:

@@ -1,7 +1,7 @@
 """PyTorch's flash attention for the CPU, called below `scaled_dot_product_attention`, which hides the log-sum-exp.
 
 `aten::_scaled_dot_product_flash_attention_for_cpu` takes every float type and grouped K/V heads as they are. Its
-backward operator recomputes P from the log-sum-exp that it is given, so the final `out` and `lse` of a row give the
+backward operator recomputes P from the log-sum-exp that it is given, so the final `out` and `lse` of a query give the
 exact part of a single block of keys.
 """
 
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from hf_cp.attention.kernels.base import TensorKind, TileGroup
+from hf_cp import _compat
+from hf_cp.attention.kernels.base import BackwardInputs, TensorKind, TileGroup
 from hf_cp.sequence.tiles import Tile
 
 
@@ -19,6 +20,9 @@ class CpuFlashKernel:
     name = "sdpa"
     bands = False
     varlen = False
+
+    def __init__(self):
+        self._forward, self._backward = _compat.aten_cpu_flash()
 
     @classmethod
     def refusal(cls, kind: TensorKind) -> str | None:
@@ -33,28 +37,17 @@ class CpuFlashKernel:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         causal, mirror = _square(group.tile)
         q, k, v = (_to_bhsd(x, mirror) for x in (q, k, v))
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+        out, lse = self._forward(q, k, v, 0.0, causal, scale=scale)
         lse = lse.squeeze(0).T
         return _from_bhsd(out, mirror), lse.flip(0) if mirror else lse
 
     def backward(
-        self,
-        grad_out: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        *,
-        group: TileGroup,
-        scale: float,
+        self, inputs: BackwardInputs, *, group: TileGroup, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         causal, mirror = _square(group.tile)
-        grad_out, q, k, v, out = (_to_bhsd(x, mirror) for x in (grad_out, q, k, v, out))
-        lse = lse.flip(0) if mirror else lse
-        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_out, q, k, v, out, lse.T.unsqueeze(0), 0.0, causal, scale=scale
-        )
+        grad_out, q, k, v, out = (_to_bhsd(x, mirror) for x in inputs[:-1])
+        lse = inputs.lse.flip(0) if mirror else inputs.lse
+        grads = self._backward(grad_out, q, k, v, out, lse.T.unsqueeze(0), 0.0, causal, scale=scale)
         return tuple(_from_bhsd(grad, mirror) for grad in grads)
 
 

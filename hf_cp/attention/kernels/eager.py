@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from hf_cp.attention.kernels.base import TensorKind, TileGroup
+from hf_cp.attention.kernels.base import BackwardInputs, TensorKind, TileGroup
 from hf_cp.attention.merge import accumulator_dtype
 from hf_cp.sequence.tiles import Tile
 
 
 class EagerKernel:
-    """Holds all scores of a tile at once (H x N x M): for tests, and for short rows where no other kernel runs."""
+    """Holds all scores of a tile at once (H x N x M): for tests, and for short samples where no other kernel runs."""
 
     name = "eager"
     bands = True
@@ -30,22 +30,14 @@ class EagerKernel:
         return _tokens_first(torch.einsum("grnm,gmd->grnd", probs, v_GMD)), lse_GRN.flatten(0, 1).T
 
     def backward(
-        self,
-        grad_out: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        *,
-        group: TileGroup,
-        scale: float,
+        self, inputs: BackwardInputs, *, group: TileGroup, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        grad_out, q, k, v, out, lse = inputs
         num_kv_heads = k.shape[1]
         q_GRND, k_GMD, v_GMD = _by_kv_head(q, num_kv_heads), _heads_first(k), _heads_first(v)
         out_GRND, grad_GRND = _by_kv_head(out, num_kv_heads), _by_kv_head(grad_out, num_kv_heads)
         lse_GRN = lse.T.reshape(num_kv_heads, -1, len(q))
-        # P_ij = exp(s_ij - lse_i) with the row's final lse; dS = P (dP - delta), delta_i = sum_d dO_id O_id
+        # P_ij = exp(s_ij - lse_i) with the query's final lse; dS = P (dP - delta), delta_i = sum_d dO_id O_id
         probs = _probabilities(_masked_scores(q_GRND, k_GMD, group.tile, scale), lse_GRN)
         delta = (grad_GRND * out_GRND).sum(-1, keepdim=True)
         grad_scores = probs * (torch.einsum("grnd,gmd->grnm", grad_GRND, v_GMD) - delta) * scale
@@ -74,8 +66,8 @@ def _masked_scores(q_GRND: torch.Tensor, k_GMD: torch.Tensor, tile: Tile, scale:
     scores = torch.einsum("grnd,gmd->grnm", q_GRND, k_GMD) * scale
     if tile.is_full:
         return scores
-    rows, columns = (torch.arange(n, device=scores.device) for n in (tile.q_len, tile.k_len))
-    offset = columns - rows[:, None] - (tile.k_len - tile.q_len)
+    queries, keys = (torch.arange(n, device=scores.device) for n in (tile.q_len, tile.k_len))
+    offset = keys - queries[:, None] - (tile.k_len - tile.q_len)
     hidden = torch.zeros_like(offset, dtype=torch.bool)
     if tile.right is not None:
         hidden |= offset > tile.right
@@ -85,5 +77,5 @@ def _masked_scores(q_GRND: torch.Tensor, k_GMD: torch.Tensor, tile: Tile, scale:
 
 
 def _probabilities(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    """exp(scores - lse); a row that sees no key (lse = -inf) has only zeros. NaN stays NaN."""
+    """exp(scores - lse); a query that sees no key (lse = -inf) has only zeros. NaN stays NaN."""
     return torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1))

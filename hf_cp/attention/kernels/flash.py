@@ -1,7 +1,7 @@
 """FlashAttention-2 (arXiv:2307.08691) with variable lengths and windows, as built into PyTorch or from `flash_attn`.
 
 Both know every band and take many tiles in one call. Their backward pass recomputes P from the log-sum-exp that it is
-given, so the final `out` and `lse` of a row give the exact part of a block of keys. fp16 and bf16 on CUDA.
+given, so the final `out` and `lse` of a query give the exact part of a block of keys. fp16 and bf16 on CUDA.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import importlib.util
 
 import torch
 
-from hf_cp.attention.kernels.base import TensorKind, TileGroup
+from hf_cp import _compat
+from hf_cp.attention.kernels.base import BackwardInputs, TensorKind, TileGroup
 
 _DTYPES = (torch.float16, torch.bfloat16)
 _HEAD_SIZES = range(8, 257, 8)
@@ -45,33 +46,29 @@ class AtenFlashKernel(FlashKernel):
     name = "sdpa"
 
     def __init__(self):
-        self._forward = torch.ops.aten._flash_attention_forward
-        self._backward = torch.ops.aten._flash_attention_backward
+        self._forward, self._backward = _compat.aten_flash()
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, group: TileGroup, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse, *_ = self._forward(q, k, v, *group.varlen, 0.0, False, False, scale=scale, **_aten_window(group))
-        return out, rows_first(lse)
+        return out, tokens_first(lse)
 
     def backward(
-        self,
-        grad_out: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        *,
-        group: TileGroup,
-        scale: float,
+        self, inputs: BackwardInputs, *, group: TileGroup, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         # without dropout the random state is not read
-        random_state = torch.empty(2, dtype=torch.uint64, device=q.device)
-        unused = torch.empty(0, device=q.device)
-        rows = (grad_out.contiguous(), q, k, v, out, lse.T.contiguous())
+        random_state = torch.empty(2, dtype=torch.uint64, device=inputs.q.device)
+        unused = torch.empty(0, device=inputs.q.device)
         return self._backward(
-            *rows, *group.varlen, 0.0, False, random_state, unused, scale=scale, **_aten_window(group)
+            *heads_first_lse(inputs),
+            *group.varlen,
+            0.0,
+            False,
+            random_state,
+            unused,
+            scale=scale,
+            **_aten_window(group),
         )
 
 
@@ -81,10 +78,7 @@ class FlashAttnKernel(FlashKernel):
     name = "flash_attn"
 
     def __init__(self):
-        from flash_attn import flash_attn_interface
-
-        self._forward = flash_attn_interface._flash_attn_varlen_forward
-        self._backward = flash_attn_interface._flash_attn_varlen_backward
+        self._forward, self._backward = _compat.flash_attn_varlen()
 
     @classmethod
     def refusal(cls, kind: TensorKind) -> str | None:
@@ -99,25 +93,15 @@ class FlashAttnKernel(FlashKernel):
         out, lse, *_ = self._forward(
             q, k, v, *group.varlen, 0.0, scale, False, window_size_left=left, window_size_right=right
         )
-        return out, rows_first(lse)
+        return out, tokens_first(lse)
 
     def backward(
-        self,
-        grad_out: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        *,
-        group: TileGroup,
-        scale: float,
+        self, inputs: BackwardInputs, *, group: TileGroup, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         left, right = window_bounds(group)
-        grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        rows = (grad_out.contiguous(), q, k, v, out, lse.T.contiguous())
+        grads = empty_gradients(inputs)
         self._backward(
-            *rows, *grads, *group.varlen, 0.0, scale, False,
+            *heads_first_lse(inputs), *grads, *group.varlen, 0.0, scale, False,
             window_size_left=left, window_size_right=right, softcap=0.0, alibi_slopes=None,
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )  # fmt: skip
@@ -139,6 +123,17 @@ def _aten_window(group: TileGroup) -> dict[str, int]:
     return {"window_size_left": left, "window_size_right": right}
 
 
-def rows_first(lse: torch.Tensor) -> torch.Tensor:
-    """[H, N] -> [N, H]; flash-attn writes +inf for a row that sees no key, we write -inf."""
+def tokens_first(lse: torch.Tensor) -> torch.Tensor:
+    """[H, N] -> [N, H]; flash-attn writes +inf for a query that sees no key, we write -inf."""
     return lse.T.masked_fill(lse.T == torch.inf, -torch.inf)
+
+
+def heads_first_lse(inputs: BackwardInputs) -> BackwardInputs:
+    """As flash-attn's backward operators take them: a contiguous gradient, and lse [H, N]."""
+    return inputs._replace(grad_out=inputs.grad_out.contiguous(), lse=inputs.lse.T.contiguous())
+
+
+def empty_gradients(inputs: BackwardInputs) -> tuple[torch.Tensor, ...]:
+    """Where an operator writes grad_q, grad_k and grad_v."""
+    shapes = (inputs.q, inputs.k, inputs.v)
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in shapes)

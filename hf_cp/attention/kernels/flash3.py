@@ -14,8 +14,14 @@ import importlib.util
 
 import torch
 
-from hf_cp.attention.kernels.base import TensorKind, TileGroup
-from hf_cp.attention.kernels.flash import FlashKernel, rows_first, window_bounds
+from hf_cp.attention.kernels.base import BackwardInputs, TensorKind, TileGroup
+from hf_cp.attention.kernels.flash import (
+    FlashKernel,
+    empty_gradients,
+    heads_first_lse,
+    tokens_first,
+    window_bounds,
+)
 
 _HOPPER = 9  # compute capability
 _NEEDED = {"BACKWARD": "a backward pass", "LOCAL": "windows", "VARLEN": "variable lengths"}
@@ -46,23 +52,14 @@ class FlashAttn3Kernel(FlashKernel):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         # one split: more would be added up in an order that depends on the longest sequence
         out, lse, *_ = self._forward(q, k, v, **_varlen(group), softmax_scale=scale, num_splits=1)
-        return out, rows_first(lse)
+        return out, tokens_first(lse)
 
     def backward(
-        self,
-        grad_out: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        *,
-        group: TileGroup,
-        scale: float,
+        self, inputs: BackwardInputs, *, group: TileGroup, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        grads = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        grads = empty_gradients(inputs)
         self._backward(
-            grad_out.contiguous(), q, k, v, out, lse.T.contiguous(), *grads, **_varlen(group), softmax_scale=scale,
+            *heads_first_lse(inputs), *grads, **_varlen(group), softmax_scale=scale,
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )  # fmt: skip
         return grads

@@ -34,6 +34,7 @@ from hf_cp.output import (
 from hf_cp.tools.options import add_context_parallel_arguments, config_from_arguments
 
 if TYPE_CHECKING:
+    from hf_cp.distributed.communicator import Communicator
     from hf_cp.distributed.mesh import ContextParallelMesh
     from hf_cp.tools.bench.calibration import Calibration
     from hf_cp.tools.bench.cases import Case, Setting
@@ -181,7 +182,7 @@ def _agreed_cases(args: argparse.Namespace, base: ContextParallelConfig, mesh: C
     """The cases, the same on all ranks; a rank that cannot make them ends all."""
     from hashlib import sha256
 
-    from hf_cp.distributed.status import exchange_status
+    from hf_cp.distributed.host import agree
 
     cases, error = [], None
     try:
@@ -189,7 +190,7 @@ def _agreed_cases(args: argparse.Namespace, base: ContextParallelConfig, mesh: C
     except (ValueError, OSError, ImportError) as found:
         error = found
     digest = int(sha256(repr(cases).encode()).hexdigest()[:15], 16)
-    exchange_status("list of cases", mesh=mesh, error=error, digest=digest, scope="world")
+    agree("list of cases", comm=Communicator(mesh), error=error, digest=digest, scope="world")
     return cases
 
 

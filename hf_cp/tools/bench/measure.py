@@ -24,8 +24,9 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_cp.attention.usp import context_parallel_attention
 from hf_cp.config import ContextParallelConfig
+from hf_cp.distributed.communicator import Communicator
+from hf_cp.distributed.host import sum_over_world
 from hf_cp.distributed.mesh import ContextParallelMesh
-from hf_cp.distributed.reduce import sum_over_world
 from hf_cp.distributed.wire import local_copies
 from hf_cp.sequence.layout import SequenceLayout
 from hf_cp.tools.bench.cases import Case, Setting
@@ -246,13 +247,13 @@ def timed(run: Run, mesh: ContextParallelMesh) -> list[float]:
     if mesh.device_type == "cuda":
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()  # what came before is no part of it
-        sum_over_world([0], mesh=mesh)
+        sum_over_world([0], comm=Communicator(mesh))
         begin.record()
         run()
         end.record()
         end.synchronize()
         return by_rank(begin.elapsed_time(end) / 1e3, mesh)
-    sum_over_world([0], mesh=mesh)
+    sum_over_world([0], comm=Communicator(mesh))
     began = time.perf_counter()
     run()
     return by_rank(time.perf_counter() - began, mesh)
@@ -261,7 +262,7 @@ def timed(run: Run, mesh: ContextParallelMesh) -> list[float]:
 def by_rank(value: float, mesh: ContextParallelMesh) -> list[float]:
     """`value` of every rank, in rank order, on all ranks."""
     own = [float(value) if rank == mesh.rank else 0.0 for rank in range(mesh.world_size)]
-    return sum_over_world(own, mesh=mesh)  # one number and zeros: the sum is exact
+    return sum_over_world(own, comm=Communicator(mesh))  # one number and zeros: the sum is exact
 
 
 def _peak_bytes(run: Run, known: Sequence[torch.Tensor]) -> int:
@@ -292,7 +293,7 @@ def _error(case: Case, mesh: ContextParallelMesh) -> float:
         for actual, wanted in zip(found, expected, strict=True)
         for x in (actual.double() - wanted, wanted)
     ]
-    totals = sum_over_world(squares, mesh=mesh)
+    totals = sum_over_world(squares, comm=Communicator(mesh))
     differences, values = np.array(totals[::2]), np.array(totals[1::2])
     return float(np.sqrt(differences / values).max())  # NaN if any is
 

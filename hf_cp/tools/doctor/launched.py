@@ -1,7 +1,7 @@
 """Checks of `hf-cp doctor --launch`: do the processes that were started really do together what is asked of them?
 
 All processes make the same checks in the same order. After each one they tell each other how it went
-([`exchange_status`]), so a failure of one rank is everyone's, with that rank's name, and nobody waits longer than the
+([`agree`]), so a failure of one rank is everyone's, with that rank's name, and nobody waits longer than the
 time limit. A check that loses a peer ends the launched part: nothing after it could be trusted.
 """
 
@@ -17,11 +17,10 @@ from typing import Any
 import torch
 
 from hf_cp.config import IGNORE_INDEX
-from hf_cp.distributed.faults import CommunicationError
+from hf_cp.distributed.communicator import CommunicationError, Communicator
+from hf_cp.distributed.host import agree, sum_over_world
 from hf_cp.distributed.mesh import ContextParallelMesh
-from hf_cp.distributed.reduce import sum_over_world
 from hf_cp.distributed.rows import gather_rows
-from hf_cp.distributed.status import exchange_status
 from hf_cp.tools.doctor.check import STATUSES, Check, Finding, NotGiven, Result, examine, fail, ok, skip
 from hf_cp.tools.doctor.data import num_targets
 from hf_cp.tools.doctor.subject import Subject
@@ -107,7 +106,7 @@ def _examine_together(check: Check, launched: Launched) -> tuple[Result, bool]:
             raise
         except Exception as error:
             failure = error
-        exchange_status(check.name, mesh=launched.mesh, error=failure, scope="world")
+        agree(check.name, comm=Communicator(launched.mesh), error=failure, scope="world")
         return finding
 
     lost: list[bool] = []
@@ -206,7 +205,7 @@ def check_rows(launched: Launched) -> Finding:
         found += int((next(batches)["shift_labels"] != IGNORE_INDEX).sum())  # peers' rows are compared in here
         rows = [row for row in order[step * mesh.dp_size : (step + 1) * mesh.dp_size] if row >= 0]
         expected += sum(num_targets(loader.packed[row]) for row in rows)
-    (total,) = sum_over_world([found], mesh=mesh)
+    (total,) = sum_over_world([found], comm=Communicator(mesh))
     if total != expected:
         raise RuntimeError(f"{steps} micro-steps have {expected:,} targets, all ranks have {total:,}.\n  Report it.")
     return ok(f"targets of {steps} micro-step(s): {total:,} over all ranks, as in the documents; groups agree on rows")
@@ -251,7 +250,9 @@ def _output(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 def gather_json(value: Any, mesh: ContextParallelMesh) -> list[Any]:
     """`value` of every process, by rank."""
     content = json.dumps(value).encode()
-    lengths = sum_over_world([len(content) if r == mesh.rank else 0 for r in range(mesh.world_size)], mesh=mesh)
+    lengths = sum_over_world(
+        [len(content) if r == mesh.rank else 0 for r in range(mesh.world_size)], comm=Communicator(mesh)
+    )
     rows = torch.frombuffer(bytearray(content), dtype=torch.uint8).unsqueeze(1)
     return [json.loads(bytes(part.flatten().tolist())) for part in gather_rows(rows, mesh=mesh, lengths=lengths)]
 

@@ -22,9 +22,10 @@ from hf_cp.distributed.collectives import (
     start_return,
     sum_over_cp,
 )
+from hf_cp.distributed.communicator import Communicator
 from hf_cp.distributed.faults import Watched
+from hf_cp.distributed.host import sum_over_world
 from hf_cp.distributed.mesh import ContextParallelMesh
-from hf_cp.distributed.reduce import sum_over_world
 from hf_cp.distributed.rows import gather_rows
 
 __all__ = ["PROBES", "Probe", "check_collectives"]
@@ -109,7 +110,7 @@ def _all_to_all(mesh: ContextParallelMesh) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _sum_of_row(mesh: ContextParallelMesh) -> tuple[torch.Tensor, torch.Tensor]:
     expected = torch.stack([_block(mesh, peer, 0) for peer in mesh.peers("cp")]).sum(0)
-    return sum_over_cp(_block(mesh, mesh.rank, 0), mesh), expected
+    return sum_over_cp(_block(mesh, mesh.rank, 0), Communicator(mesh)), expected
 
 
 def _ints_of_row(mesh: ContextParallelMesh) -> tuple[torch.Tensor, torch.Tensor]:
@@ -126,7 +127,7 @@ def _sum_over_replicas(mesh: ContextParallelMesh) -> tuple[torch.Tensor, torch.T
 
 def _sum_of_world(mesh: ContextParallelMesh) -> tuple[torch.Tensor, torch.Tensor]:
     world = mesh.world_size
-    total = sum_over_world([mesh.rank, 2**40 + mesh.rank], mesh=mesh)
+    total = sum_over_world([mesh.rank, 2**40 + mesh.rank], comm=Communicator(mesh))
     ranks = world * (world - 1) // 2
     return torch.tensor(total), torch.tensor([ranks, world * 2**40 + ranks])
 
