@@ -135,7 +135,7 @@ def step(model_config: LlamaConfig, degrees: tuple[int, int], variant: Variant, 
         SequenceLayout([num_tokens // NUM_DOCUMENTS] * NUM_DOCUMENTS, config),
     )
     ids = layout.shard(torch.randint(0, model_config.vocab_size, (layout.num_tokens,)), mesh.cp_rank).unsqueeze(0)
-    batch = {"input_ids": ids, "labels": ids, "shift_labels": ids, "hf_cp_layout": layout}
+    batch = {"input_ids": ids, "labels": ids, "shift_labels": ids, "hf_cp_sample": PackedSample(layout)}
     with (
         patch("transformers.modeling_utils.save_on_cpu", OnHost),
         patch("hf_cp.models.checkpointing.save_on_cpu", OnHost),

@@ -110,7 +110,7 @@ class Ours(Accelerated):
             settings["cpu"] = True
         accelerator = plugin.accelerator(**settings)
         self.plugin, self.collator = plugin, DataCollatorForContextParallel(config, cp_rank=plugin.mesh.cp_rank)
-        self.prepare(accelerator, apply_context_parallel(model, plugin.mesh))
+        self.prepare(accelerator, apply_context_parallel(model, plugin.config, mesh=plugin.mesh))
 
     def forward(self, row: torch.Tensor) -> torch.Tensor:
         batch = self.collator([{"input_ids": row}])

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_cp.config import IGNORE_INDEX
+from hf_cp.config import IGNORE_INDEX, ContextParallelConfig
 from hf_cp.data.loader import ContextParallelDataLoader
 from hf_cp.distributed.communicator import Communicator
 from hf_cp.distributed.host import sum_over_world
@@ -167,7 +167,8 @@ def _documents_of_slots(
 ) -> torch.Tensor:  # int64 [n]
     """For each local slot of a row, its document's number in the manifest (anything for padding)."""
     documents = torch.tensor(manifest.rows[row])
-    layout = batch.get("hf_cp_layout")
+    sample = batch.get("hf_cp_sample")
+    layout = None if sample is None else sample.layout
     if layout is None:  # whole rows
-        layout = SequenceLayout([manifest.lengths[document] for document in documents], mesh.config)
+        layout = SequenceLayout([manifest.lengths[document] for document in documents], ContextParallelConfig())
     return documents[layout.document_ids(mesh.cp_rank)]

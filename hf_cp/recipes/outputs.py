@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hf_cp.distributed.communicator import Communicator
+from hf_cp.distributed.host import sum_over_world
 from hf_cp.distributed.mesh import ContextParallelMesh
 from hf_cp.distributed.peak import GIB, peak_memory_bytes
-from hf_cp.distributed.reduce import sum_over_world
 from hf_cp.recipes.held_out import LossDrop
 from hf_cp.training.trainer import ContextParallelTrainer
 from hf_cp.verify import VerifyReport
@@ -34,7 +35,7 @@ def summarise(
     result: LossDrop | None,
 ) -> dict[str, Any]:
     """The numbers of `summary.json`; `None` where there was no proof or result. All ranks must call it."""
-    config, plugin = trainer.cp_mesh.config, trainer.accelerator.state.deepspeed_plugin
+    config, plugin = trainer.data_collator.config, trainer.accelerator.state.deepspeed_plugin
     seconds = step_seconds[1:] or step_seconds  # the first step also warms up
     return {
         "cp_size": config.cp_size,
@@ -65,7 +66,7 @@ def peak_memory_gib(mesh: ContextParallelMesh) -> list[float]:
     """
     gib = peak_memory_bytes(mesh.device_type) / GIB
     own = [gib if rank == mesh.rank else 0.0 for rank in range(mesh.world_size)]
-    return [round(gib, 3) for gib in sum_over_world(own, mesh=mesh)]
+    return [round(gib, 3) for gib in sum_over_world(own, comm=Communicator(mesh))]
 
 
 def write_outputs(

@@ -123,8 +123,8 @@ class AttentionPlan:
         Args:
             ring_rank (`int`): whose queries.
             in_order (`bool`): put the keys in the order of the sample, so that a run of queries needs one tile, which
-                pays for kernels with bands. Otherwise (and in the `striped` layout, whose queries are not neighbours) they stay
-                as they arrive, and own keys are used where they are.
+                pays for kernels with bands. Otherwise (and in the `striped` layout, whose queries are not neighbours)
+                they stay as they arrive, and own keys are used where they are.
         """
         shared = [self.shared_slots(rank) for rank in range(self.layout.ring_degree)]
         most = max(len(rows) for rows in shared)

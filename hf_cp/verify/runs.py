@@ -106,7 +106,7 @@ class Sample:
     @property
     def layout(self) -> SequenceLayout:
         """Of the group."""
-        return self.share["hf_cp_layout"]
+        return self.share["hf_cp_sample"].layout
 
     @property
     def mesh(self) -> ContextParallelMesh:
@@ -294,4 +294,4 @@ def to_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
 
 def _inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
     """What a forward pass without a loss takes."""
-    return {name: batch[name] for name in ("input_ids", "position_ids", "hf_cp_layout")}
+    return {name: batch[name] for name in ("input_ids", "position_ids", "hf_cp_sample")}

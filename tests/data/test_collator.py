@@ -212,9 +212,11 @@ def test_rank_comes_from_the_environment(monkeypatch) -> None:
 
 
 def test_collator_of_a_mesh_can_be_pickled() -> None:
-    collator = DataCollatorForContextParallel(ContextParallelMesh(ContextParallelConfig(force=True)))
-    assert collator.config == ContextParallelConfig(force=True)
-    assert collator.cp_rank == 0
+    collator = DataCollatorForContextParallel(ContextParallelMesh(ContextParallelConfig()))
+    assert collator.config == ContextParallelConfig() and collator.cp_rank == 0
+    with pytest.raises(ValueError, match="from a config that sets force, but a mesh carries groups and ranks only"):
+        DataCollatorForContextParallel(ContextParallelMesh(ContextParallelConfig(force=True)))
+    collator = DataCollatorForContextParallel(ContextParallelConfig(force=True), cp_rank=0)
     copy = pickle.loads(pickle.dumps(collator))
     batch = copy([[1, 2, 3]])
     assert batch["input_ids"].tolist() == [[1, 2, 3]]

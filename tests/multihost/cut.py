@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from hf_cp.config import ContextParallelConfig
 from hf_cp.distributed.collectives import sum_over_cp
-from hf_cp.distributed.communicator import CommunicationError
+from hf_cp.distributed.communicator import CommunicationError, Communicator
 from hf_cp.distributed.mesh import ContextParallelMesh
 
 LIMIT = 5.0  # seconds

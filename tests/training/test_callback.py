@@ -13,14 +13,13 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from hf_cp.attention.usp import choose_engine
 from hf_cp.config import ContextParallelConfig
 from hf_cp.distributed.clock import Clock
-from hf_cp.distributed.communicator import CommunicationError, named_range
+from hf_cp.distributed.communicator import CommunicationError, Communicator, named_range
 from hf_cp.distributed.mesh import ContextParallelMesh
 from hf_cp.planning.flops import training_flops
 from hf_cp.planning.model_shape import ModelShape
-from hf_cp.sequence.costs import AttentionShape, ring_bytes, ulysses_bytes
+from hf_cp.sequence.costs import AttentionShape, choose_engine, ring_bytes, ulysses_bytes
 from hf_cp.sequence.layout import SequenceLayout
 from hf_cp.sequence.packing import PackingManifest
 from hf_cp.sequence.plan import AttentionPlan
@@ -254,12 +253,13 @@ def mesh() -> Iterator[ContextParallelMesh]:
 
 def test_waits_on_a_stream_are_timed_by_events(mesh):
     with patch.object(torch.cuda, "Event", Event):
-        clock = mesh.traffic.clock = Clock("cuda")
-        started = mesh.traffic.mark()
+        comm = Communicator(mesh)
+        clock = comm.clock = Clock("cuda")
+        started = comm.mark()
         Event.now += 30
-        with Waiting(mesh, "ring", "a hop", since=started):
+        with comm.waiting("ring", "a hop", since=started):
             Event.now += 20
-        with Waiting(mesh, "world", "a sum"):  # on the host
+        with comm.waiting("world", "a sum"):  # on the host
             Event.now += 1000
         on_stream, on_host = clock.waits
     assert (on_stream.axis, on_stream.waited, on_stream.in_flight) == ("ring", 0.02, 0.05)
@@ -267,10 +267,10 @@ def test_waits_on_a_stream_are_timed_by_events(mesh):
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-def test_marks_are_freed_when_the_device_has_passed_them(mesh, device_type):
+def test_marks_are_freed_when_the_device_has_passed_them(device_type):
     """Whether or not a record is asked for; with a device that is one step behind, those of two steps are held."""
-    mesh = SimpleNamespace(traffic=mesh.traffic, device_type=device_type, ring_rank=0, ulysses_size=1)
-    meter, clocks = StepMeter(mesh, {None: 1}), []
+    comm = Communicator(SimpleNamespace(device_type=device_type, ring_rank=0, ulysses_size=1))
+    meter, clocks = StepMeter(comm, {None: 1}), []
     batch = {"input_ids": torch.ones(1, 4), "shift_labels": torch.tensor([[1, 2, 3, -100]])}
     batch["cu_seq_lens_q"] = torch.tensor([0, 4])
     with (
@@ -280,7 +280,7 @@ def test_marks_are_freed_when_the_device_has_passed_them(mesh, device_type):
     ):
         for step in range(1, 7):
             meter.start()
-            clocks.append(weakref.ref(mesh.traffic.clock))
+            clocks.append(weakref.ref(comm.clock))
             meter.fetched()
             meter.take_row(batch, num_tokens=4)
             Event.now += 10
@@ -296,13 +296,14 @@ def test_marks_are_freed_when_the_device_has_passed_them(mesh, device_type):
 
 
 def test_without_a_clock_a_wait_is_only_watched(mesh):
-    with Waiting(mesh, "ring", "a hop"):
+    comm = Communicator(mesh)
+    with comm.waiting("ring", "a hop"):
         pass
-    assert mesh.traffic.mark() is None and mesh.traffic.clock is None
-    mesh.traffic.clock = Clock("cpu")
-    with pytest.raises(CommunicationError, match="a hop"), Waiting(mesh, "cp", "a hop"):
+    assert comm.mark() is None and comm.clock is None
+    comm.clock = Clock("cpu")
+    with pytest.raises(CommunicationError, match="a hop"), comm.waiting("cp", "a hop"):
         raise RuntimeError("closed")
-    assert mesh.traffic.clock.waits == []
+    assert comm.clock.waits == []
 
 
 def test_records_of_a_run_that_goes_on(tmp_path):

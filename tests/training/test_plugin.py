@@ -293,7 +293,7 @@ def sixteen_bit_step(config: ContextParallelConfig, trainable: torch.dtype, comm
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(trainable)
-    wrapped = accelerator.prepare(apply_context_parallel(model, plugin.mesh))
+    wrapped = accelerator.prepare(apply_context_parallel(model, plugin.config, mesh=plugin.mesh))
     loader = plugin.data_loader(make_documents([16, 16]), max_tokens=16)
     ((batches, num_items),) = list(plugin.accumulation_windows(loader))[:1]
     for batch in batches:

@@ -298,7 +298,7 @@ def merged_logits(folder: str, config: ContextParallelConfig) -> torch.Tensor:
     if not config.enabled:
         with torch.no_grad():
             return model(batch["input_ids"], position_ids=batch["position_ids"]).logits[0]
-    layout = batch.pop("hf_cp_layout")
+    layout = batch.pop("hf_cp_sample").layout
     with torch.no_grad():
         local = model(batch["input_ids"], position_ids=batch["position_ids"], hf_cp_layout=layout).logits[0]
     shards = [torch.empty_like(local) for _ in range(config.cp_size)]

@@ -98,7 +98,7 @@ def time_limit_of_the_plugin() -> float:
         deepspeed_plugin=plugin.deepspeed_plugin(),
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=777))],
     )
-    return plugin.mesh.timeout.total_seconds()
+    return plugin.mesh.time_limit.total_seconds()
 
 
 def line_update(stage: int) -> torch.Tensor:
