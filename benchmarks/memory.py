@@ -32,6 +32,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_cp import ContextParallelConfig, SequenceLayout, apply_context_parallel
 from hf_cp.models.patch import context_parallel_state
+from hf_cp.sequence.sample import PackedSample
 
 MIB = 2**20
 DEGREES = {"one process": (1, 1), "ring 2": (2, 1), "ulysses 2": (1, 2)}

@@ -20,9 +20,11 @@ import torch
 from accelerate import PartialState
 from transformers.utils import logging
 
+from hf_cp.config import ContextParallelConfig
 from hf_cp.data.files import load_features
+from hf_cp.distributed.communicator import Communicator
+from hf_cp.distributed.host import agree
 from hf_cp.distributed.mesh import ContextParallelMesh
-from hf_cp.distributed.status import exchange_status
 from hf_cp.environment import collect_environment
 from hf_cp.models.patch import apply_context_parallel, base_causal_lm
 from hf_cp.output import PROBLEM, Verdict, is_main_process, print_json, print_usage_error, progress
@@ -55,9 +57,10 @@ def run(args: argparse.Namespace) -> int:
     try:
         state = PartialState(cpu=not torch.cuda.is_available())  # joins the launched processes
         atexit.register(state.destroy_process_group)
-        mesh = ContextParallelMesh(config_from_arguments(args))
-        _check(args, mesh)
-        model, documents = _load_everywhere(args, mesh)
+        config = config_from_arguments(args)
+        mesh = ContextParallelMesh(config)
+        _check(args, config)
+        model, documents = _load_everywhere(args, config, mesh)
     except (ValueError, OSError, ImportError, _Refused) as error:
         return print_usage_error(error)
     try:
@@ -74,28 +77,32 @@ class _Refused(RuntimeError):
     """Some process could not make its model or its documents."""
 
 
-def _check(args: argparse.Namespace, mesh: ContextParallelMesh) -> None:
+def _check(args: argparse.Namespace, config: ContextParallelConfig) -> None:
     """Raises ValueError where options do not fit each other; asks no other process."""
     if not (args.data or args.random_lengths):
         raise ValueError("there are no documents. Give --data FILE.jsonl or --random-lengths 300,200,77.")
-    if not mesh.config.enabled:
+    if not config.enabled:
         raise ValueError(
-            f"nothing is split: cp_size is 1 ({mesh.world_size} processes).\n"
+            "nothing is split: cp_size is 1.\n"
             "  Set --ring-degree or --ulysses-degree, or --force to compare our kernels in one process."
         )
 
 
-def _load_everywhere(args: argparse.Namespace, mesh: ContextParallelMesh) -> tuple[torch.nn.Module, list[dict]]:
+def _load_everywhere(
+    args: argparse.Namespace, config: ContextParallelConfig, mesh: ContextParallelMesh
+) -> tuple[torch.nn.Module, list[dict]]:
     """The patched model and the documents, once all processes have the same."""
     model, documents, error = None, [], None
     try:
         model, documents = _load(args)
-        apply_context_parallel(model, mesh)
+        apply_context_parallel(model, config, mesh=mesh)
     except (ValueError, OSError, ImportError, RuntimeError) as found:
         error = found
     digest = hashlib.blake2b(json.dumps(documents).encode(), digest_size=7).digest()  # fits into a signed integer
     try:
-        exchange_status("model and documents", mesh=mesh, error=error, digest=int.from_bytes(digest), scope="world")
+        agree(
+            "model and documents", comm=Communicator(mesh), error=error, digest=int.from_bytes(digest), scope="world"
+        )
     except RuntimeError as found:
         raise _Refused(str(found)) from found
     return model, documents

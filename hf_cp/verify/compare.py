@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from hf_cp.distributed.reduce import gather_objects
+from hf_cp.distributed.communicator import Communicator
+from hf_cp.distributed.host import gather_objects
 from hf_cp.verify.errors import (
     Allowed,
     Errors,
@@ -170,7 +171,7 @@ def check_equal_start(sample: Sample, loss: float, tolerance: float) -> None:
         RuntimeError: with the parameter that differs most; or the loss is not finite in any process of a group, so
             there is nothing to compare with.
     """
-    losses = gather_objects(loss, mesh=sample.mesh)
+    losses = gather_objects(loss, comm=Communicator(sample.mesh))
     groups = sample.mesh.ranks.reshape(sample.mesh.dp_size, -1).tolist()
     for members in groups:
         if not any(math.isfinite(losses[rank]) for rank in members):
@@ -247,7 +248,7 @@ def _allowed(sample: Sample, settings: Settings, reference: Reference) -> Allowe
 def _farthest_apart(tensors: dict[str, torch.Tensor], sample: Sample) -> Apart:
     """Looks at the sum of every tensor, on every process of the group."""
     sums = {name: float(tensor.detach().double().sum()) for name, tensor in tensors.items()}
-    everywhere, members, spreads = gather_objects(sums, mesh=sample.mesh), sample.mesh.peers("cp"), {}
+    everywhere, members, spreads = gather_objects(sums, comm=Communicator(sample.mesh)), sample.mesh.peers("cp"), {}
     for name, tensor in tensors.items():
         spread = apart([everywhere[rank][name] for rank in members])
         spreads[name] = nan_last(relative_size(spread, float(tensor.detach().double().abs().sum())))

@@ -22,6 +22,7 @@ import torch
 from hf_cp.config import IGNORE_INDEX, ContextParallelConfig
 from hf_cp.data.collator import DataCollatorForContextParallel
 from hf_cp.distributed.collectives import sum_over_cp
+from hf_cp.distributed.communicator import Communicator
 from hf_cp.distributed.mesh import ContextParallelMesh
 from hf_cp.models.patch import context_parallel_disabled, context_parallel_state, running_as
 from hf_cp.sequence.layout import SequenceLayout
@@ -159,7 +160,7 @@ class Sample:
 
     def sum_over_group(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over the processes that share the sample."""
-        return sum_over_cp(tensor, self.mesh)
+        return sum_over_cp(tensor, Communicator(self.mesh))
 
     def in_order(self, values: torch.Tensor) -> torch.Tensor:
         """`values` [local slots] of all processes of the group as fp64 [num_tokens], in the order of the sample.

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import cross_entropy
 
 from hf_cp.config import ContextParallelConfig
+from hf_cp.distributed.communicator import Communicator
 from hf_cp.distributed.host import sum_over_world
 from hf_cp.models.patch import apply_context_parallel
 from hf_cp.training import ContextParallelPlugin
@@ -346,7 +347,7 @@ def fsdp2_step(policy: str | None) -> tuple[torch.dtype, float, dict[str, torch.
     loss = plugin.loss(model, next(batches), num_items=num_items)
     loss.backward()
     gradients = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
-    (total,) = sum_over_world([float(loss.detach())], mesh=plugin.mesh)
+    (total,) = sum_over_world([float(loss.detach())], comm=Communicator(plugin.mesh))
     return loss.dtype, total / 2, gradients
 
 

@@ -22,8 +22,7 @@ from hf_cp.distributed.collectives import (
     start_return,
     sum_over_cp,
 )
-from hf_cp.distributed.communicator import Communicator
-from hf_cp.distributed.faults import Watched
+from hf_cp.distributed.communicator import Communicator, Watched
 from hf_cp.distributed.host import sum_over_world
 from hf_cp.distributed.mesh import ContextParallelMesh
 from hf_cp.distributed.rows import gather_rows
