@@ -52,9 +52,9 @@ quickstart: $(DEMO) ## fine-tune a real model on two CPU processes and prove the
 	@mkdir -p $(TORCH_EXTENSIONS_DIR)
 	@# A run that was killed while DeepSpeed compiled leaves a lock on which the next one would wait for ever.
 	@find $(TORCH_EXTENSIONS_DIR) -name lock -type f -delete
-	@$(BIN)/python examples/prepare_quickstart.py
+	@$(BIN)/python $(RECIPE)/prepare.py
 	@DS_ACCELERATOR=cpu $(RUN) $(BIN)/accelerate launch --config_file $(RECIPE)/accelerate.yaml \
-	examples/finetune.py $(RECIPE)/train.yaml
+	-m hf_cp train $(RECIPE)/train.yaml
 
 test: lint ## lint, then the whole test suite
 	@mkdir -p $(TORCH_EXTENSIONS_DIR)

@@ -89,21 +89,13 @@ def run(args: argparse.Namespace) -> int:
 def write(args: argparse.Namespace, plan: Plan) -> int:
     """The recipe of the first choice, into `args.write`."""
     from hf_cp.recipes.writer import write_planned
-    from hf_cp.tools.recipes import training_script
 
     try:
-        write_planned(
-            args.write,
-            plan,
-            model=args.model,
-            data=args.data,
-            command=command_line(args),
-            script=training_script(),
-        )
+        start = write_planned(args.write, plan, model=args.model, command=command_line(args), data=args.data)
     except (ValueError, OSError) as error:
         return print_usage_error(error)
     first = "" if args.data else " Set dataset in its train.yaml first."
-    _say(args, f"Recipe: {args.write}, with the launch lines in README.md.{first}")
+    _say(args, f"Recipe: {args.write}.{first} Start: {start}")
     return OK
 
 

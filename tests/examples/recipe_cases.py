@@ -6,7 +6,7 @@ FOLDER/NAME has the tiny model, the documents, `options.json` and a scaled accel
 with files written, then in fp32 once for every comparison: with its degrees ("split"), with `--cp_size 1` ("whole")
 or 2 ("lower"). Rank 0 writes what these logged to FOLDER/NAME/losses.json.
 
-The first recipe is started by the torchrun line of its README. For the others the variables that `accelerate launch`
+The first recipe is started by the torchrun line of recipes/README.md. For the others the variables `accelerate launch`
 would set are computed by its own functions. At the end come the launched checks of `hf-cp doctor`, on FOLDER/doctor.
 """
 

