@@ -164,9 +164,14 @@ def test_the_table_has_the_numbers_of_every_recipe(recipe):
     assert trained == ("adapters" if settings.lora_r else "all")
 
 
+def shell_blocks() -> list[str]:
+    found = re.findall(r"^```(\w*)\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
+    return [block for language, block in found if not language]
+
+
 def test_lines_for_the_shell_can_be_read():
     """Also what a SLURM job runs inside quotes."""
-    blocks = re.findall(r"^```\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
+    blocks = shell_blocks()
     inner = re.findall(r"bash -c '(.*?)'", README, flags=re.DOTALL)
     assert len(blocks) > 4 and len(inner) == 1
     for text in [*blocks, *inner]:
@@ -177,8 +182,7 @@ def test_lines_for_the_shell_can_be_read():
 
 
 def test_commands_of_the_readme_are_understood():
-    blocks = re.findall(r"^```\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
-    lines = [line.strip() for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    lines = [line.strip(" '") for block in shell_blocks() for line in block.replace("\\\n", " ").splitlines()]
     found = [re.match(r"hf-cp (.*)|(?:torchrun|accelerate launch) .* -m hf_cp (.*)", line) for line in lines]
     commands = [shlex.split(match[1] or match[2]) for match in found if match]
     assert {"doctor", "pack", "verify", "train"} == {words[0] for words in commands}
