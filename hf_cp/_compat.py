@@ -55,6 +55,16 @@ def aten_flash() -> ForwardBackward:
     return ForwardBackward(torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward)
 
 
+# accelerate -------------------------------------------------------------------------------------------------------
+
+
+def forget_accelerate_state() -> None:
+    """Lets accelerate find out anew what was launched; it keeps what it found first for the life of the process."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
 # flash-attn -------------------------------------------------------------------------------------------------------
 
 

@@ -120,7 +120,7 @@ def test_degrees_do_not_change_losses(runs, name, other):
 
 
 def test_the_doctor_looks_at_launched_processes(runs):
-    """DeepSpeed on four processes: the engine's mean, the loader's rows, every collective."""
+    """DeepSpeed on four processes: the engine's mean, the loader's samples, every collective."""
     folder, finished = runs
     assert all(f.status == 0 for f in finished), finished[0].output[-8000:]
     output = "".join(f.output for f in finished)
@@ -130,4 +130,4 @@ def test_the_doctor_looks_at_launched_processes(runs):
     average = found["average of gradients"]
     assert average["status"] == "ok" and "DeepSpeedEngine" in average["detail"] and "all 4" in average["detail"]
     assert "ring uneven exchange" in found["collectives"]["detail"] and "dp sum" in found["collectives"]["detail"]
-    assert found["rows"]["status"] == "ok"
+    assert found["samples"]["status"] == "ok"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import yaml
 
-from hf_cp.tools.doctor import command as doctor
+from hf_cp.tools.doctor import command, data, model, settings
 from hf_cp.tools.doctor.check import Result, examine
 from hf_cp.tools.doctor.subject import Subject, as_one_process
 from tests.models.tiny import tiny_model
@@ -64,7 +64,7 @@ def write_model(folder: Path) -> None:
 
 def write_recipe(
     folder: Path,
-    model: Path,
+    model_folder: Path,
     *,
     accelerate: Mapping[str, Any] | None = None,
     deepspeed: Mapping[str, Any] | None = None,
@@ -75,7 +75,7 @@ def write_recipe(
     named = {
         "deepspeed_config": {**ACCELERATE["deepspeed_config"], "deepspeed_config_file": str(folder / "deepspeed.json")}
     }
-    data = {"model_name_or_path": str(model), "dataset": str(model / "train.jsonl")}
+    data = {"model_name_or_path": str(model_folder), "dataset": str(model_folder / "train.jsonl")}
     files = {
         "accelerate.yaml": yaml.safe_dump(_changed(ACCELERATE | named, accelerate)),
         "deepspeed.json": json.dumps(_changed(DEEPSPEED, deepspeed)),
@@ -92,13 +92,14 @@ def _changed(values: Mapping[str, Any], changes: Mapping[str, Any] | None) -> di
 
 def parse(*options: object) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    doctor.add_arguments(parser)
+    command.add_arguments(parser)
     return parser.parse_args([str(option) for option in options])
 
 
 def check(name: str, *options: object) -> Result:
     """The result of one check of `hf-cp doctor options`."""
     subject = Subject(parse(*options))
-    (found,) = (check for check in doctor.local_checks() if check.name == name)
+    chosen = [check for check in (*model.CHECKS, *settings.CHECKS, *data.CHECKS) if check.name == name]
     with as_one_process():
-        return examine(found, subject)
+        (found,) = examine(chosen, subject)
+    return found

@@ -22,7 +22,7 @@ from hf_cp.planning.model_names import HUB_NAMES, known_models
 from hf_cp.recipes.settings import TrainSettings
 from hf_cp.tools.cli import main
 from hf_cp.tools.doctor.check import Check, Result, examine, judge, warn
-from hf_cp.tools.doctor.settings import SCRIPT_KEYS
+from hf_cp.tools.doctor.data import position_of
 from hf_cp.tools.doctor.subject import Subject, as_one_process
 from hf_cp.training.checkpoint import CheckpointRecord
 from hf_cp.training.deepspeed import GATHER_WEIGHTS
@@ -67,7 +67,7 @@ def test_a_good_recipe_passes_and_the_environment_stays(model, tmp_path, monkeyp
     }
     assert "micro 1 x accumulation 2 x dp 1 = 2 of up to 128 tokens" in by_name["batch"]["detail"]
     assert "train_batch_size is 4" in by_name["batch"]["detail"]
-    assert by_name["batches"]["detail"].startswith("tokens of 2 row(s): ")
+    assert by_name["batches"]["detail"].startswith("tokens of 2 sample(s): ")
     assert "8 documents (345 tokens)" in by_name["documents"]["detail"]
 
 
@@ -77,7 +77,7 @@ def test_a_bad_recipe_fails_with_one_line_for_one_cause(model, tmp_path):
     assert status == 1
     assert out.splitlines()[-1].startswith("FAILED: not ready (")
     assert out.count("maybe") == 1 and "needs what failed above" in out
-    assert "2 cannot be split into groups of cp_size=3" in out
+    assert "2 processes cannot be split into groups of cp_size=3" in out
 
 
 WRONG = [
@@ -112,7 +112,7 @@ WRONG = [
     ("precision", {"deepspeed": {"zero_optimization": {"stage": 0}}}, "fail", "zero_stage=0 with bf16"),
     ("precision", {"accelerate": {"mixed_precision": "fp16"}}, "fail", "accelerate.yaml has mixed_precision fp16"),
     ("sums of gradients", {"accelerate": {"distributed_type": "MULTI_GPU"}, "train": {"model_dtype": "bfloat16"}},
-     "fail", "in 16 bits, cp_size=2"),
+     "fail", "in 16 bits over cp_size=2"),
     ("placement", {"accelerate": {"num_machines": 2, "num_processes": 4},
                    "train": {"ulysses_degree": 4, "ring_degree": 1}}, "warn", "does not divide the 2 processes"),
     ("time limit", {"train": {"timeout_seconds": 7200}}, "warn", "timeout_seconds=7,200 s"),
@@ -125,7 +125,7 @@ WRONG = [
     ("arguments", {"train": {"learning_rate": "fast"}}, "fail", "'fast'"),
     ("evaluation", {"train": {"eval_strategy": "steps"}}, "fail", "eval_strategy=steps without eval_dataset"),
     ("evaluation", {"train": {"eval_dataset": "nowhere"}}, "warn", "nowhere"),
-    ("seeds", {"train": {"data_seed": -1}}, "fail", "the rows' order is -1"),
+    ("seeds", {"train": {"data_seed": -1}}, "fail", "the samples' order is -1"),
     ("heads", {"train": {"ring_degree": 1, "ulysses_degree": 3}}, "fail", "does not divide the 4 query heads"),
     ("heads", {"train": {"ring_degree": 1, "ulysses_degree": 4}}, "warn", "K/V heads are replicated"),
     ("heads", {"train": {"cp_size": 4}}, "fail", "cp_size=4, but ring_degree=2"),
@@ -195,14 +195,16 @@ def test_every_known_model_has_a_hub_name():
 def test_a_stated_cp_size_shrinks_the_degrees(model, tmp_path):
     """As `hf-cp train` does it: `cp_size: 1` in a recipe with degrees is its fallback."""
     recipe = write_recipe(tmp_path / "recipe", model, train={"ring_degree": 2, "ulysses_degree": 1, "cp_size": 1})
-    assert check("processes", "--recipe", recipe).detail.endswith("1 share a row, dp 2")
+    assert check("processes", "--recipe", recipe).detail.endswith("1 share a sample, dp 2")
     (tmp_path / "train.yaml").write_text(yaml.safe_dump({"cp_size": 2}))
     options = ("--config", tmp_path / "train.yaml", "--model", "smollm2-135m")
-    assert check("processes", *options).detail.endswith("2 share a row, dp 1")
+    assert check("processes", *options).detail.endswith("2 share a sample, dp 1")
 
 
-def test_keys_are_those_of_the_script(model, tmp_path):
-    assert SCRIPT_KEYS == {field.name for field in dataclasses.fields(TrainSettings)}
+def test_keys_are_those_of_the_training_command(model, tmp_path):
+    written = {field.name: field.default for field in dataclasses.fields(TrainSettings)}
+    given = {key: value for key, value in written.items() if isinstance(value, int | float | str)}
+    assert check("keys", "--recipe", write_recipe(tmp_path / "all", model, train=given)).status == "ok"
     folder = write_recipe(tmp_path / "recipe", model, train={"learning_rat": 1.0, "own": 1})
     result = check("keys", "--config", folder / "train.yaml")  # it may be of a script with own arguments
     assert result.status == "warn" and result.detail == "unknown in train.yaml: learning_rat"
@@ -245,7 +247,7 @@ def test_versions_are_compared_with_the_floors(model, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("wrong", ["lost target", "swapped tokens"])
-def test_batches_that_are_not_the_row_are_found(model, tmp_path, monkeypatch, wrong):
+def test_batches_that_are_not_the_sample_are_found(model, tmp_path, monkeypatch, wrong):
     original = collator_module.PackedRow.local_batch
 
     def broken(self, cp_rank, **kwargs):
@@ -297,10 +299,8 @@ def test_checkpoints(model, tmp_path):
     assert "complete" in found(good).detail
 
     subject = Subject(parse("--recipe", recipe))
-    from hf_cp.tools.doctor.data import _position
-
     with as_one_process():
-        position = _position(subject)
+        position = position_of(subject)
     same = write_checkpoint(tmp_path / "d" / "checkpoint-1", position=position)
     assert "documents compared" in found(same).detail
     others = dataclasses.replace(position, data_digest="0" * 32)
@@ -343,7 +343,8 @@ def test_verdicts_and_a_check_that_breaks():
     def broken(subject):
         raise KeyError("surprise")
 
-    results = [examine(Check("G", name, run), None) for name, run in (("a", broken), ("b", lambda s: warn("w", "f")))]
+    checks = [Check("G", "a", broken), Check("G", "b", lambda subject: warn("w", "f"))]
+    results = examine(checks, None)
     assert results[0].status == "fail" and "KeyError: 'surprise'" in results[0].detail
     assert judge(results).status == 1 and "Fix first: a." in judge(results).text
     assert judge(results[1:]).status == 0

@@ -18,7 +18,7 @@ from hf_cp.distributed.host import sum_over_world
 from hf_cp.distributed.mesh import ContextParallelMesh
 from hf_cp.tools.doctor import launched as launch
 from hf_cp.tools.doctor import probes
-from hf_cp.tools.doctor.check import Check, Result, examine, ok
+from hf_cp.tools.doctor.check import Check, Result, ok
 
 pytestmark = pytest.mark.distributed
 
@@ -37,7 +37,7 @@ def probe_all(*, break_rank: int | None = None) -> list[str]:
     for config in (ContextParallelConfig(2, 2), ContextParallelConfig(ring_degree=2)):
         with patch if break_rank == dist.get_rank() else contextlib.nullcontext():
             try:
-                found.append(" ".join(probes.check_collectives(ContextParallelMesh(config, "cpu"))))
+                found.append(" ".join(probes.check_collectives(Communicator(ContextParallelMesh(config, "cpu")))))
             except RuntimeError as error:
                 found.append(str(error))
     return found
@@ -56,22 +56,24 @@ def test_collectives_and_their_values(world4):
 def examine_with_one_failing_rank() -> list[Result]:
     """A check that fails on rank 1 only, and local results that differ."""
     mesh = ContextParallelMesh(ContextParallelConfig(ring_degree=2), "cpu")
-    launched = SimpleNamespace(mesh=mesh, argument=lambda name, default: mesh.rank if name == "seed" else default)
+    subject = SimpleNamespace(has_train=True, training=SimpleNamespace(seed=mesh.rank, data_seed=None))
+    launched = SimpleNamespace(comm=Communicator(mesh), subject=subject)
 
     def run(launched):
         if mesh.rank == 1:
             raise OSError("the disk of rank 1")
         return ok("fine")
 
-    together, lost = launch._examine_together(Check("G", "disk", run), launched)
+    (together, alike), lost = launch.examine_together(
+        [Check("G", "disk", run), Check("G", "alike", launch.check_alike)], launched
+    )
     assert not lost
     local = (
         Result("G", "kernel", "fail", "no kernel", "install it")
         if mesh.rank == 1
         else Result("G", "kernel", "ok", "x")
     )
-    alike = examine(Check("G", "alike", launch.check_alike), launched)
-    return [together, *launch.worst_by_check([local], mesh), alike]
+    return [together, *launch.worst_by_check([local], Communicator(mesh)), alike]
 
 
 def test_a_failure_of_one_rank_is_that_of_all(world2):
@@ -94,10 +96,12 @@ def examine_with_a_rank_that_hangs() -> list[tuple[str, str]]:
 
     checks = (Check("Launched", "sum", late), Check("Launched", "next", lambda launched: ok("never")))
     with (
-        mock.patch.object(launch, "Launched", lambda *args: SimpleNamespace(mesh=mesh, accelerator=accelerator)),
-        mock.patch.object(launch, "LAUNCHED_CHECKS", checks),
+        mock.patch.object(
+            launch.Launched, "join", lambda *args: SimpleNamespace(comm=Communicator(mesh), accelerator=accelerator)
+        ),
+        mock.patch.object(launch, "CHECKS", checks),
     ):
-        return [(result.status, result.detail) for result, _ in launch.examine_launched(None, 1.0)]
+        return [(result.status, result.detail) for result in launch.examine_launched(None, [], 1.0)]
 
 
 def test_a_rank_that_hangs_ends_the_checks_within_the_time_limit(world2):

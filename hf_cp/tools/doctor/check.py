@@ -1,66 +1,38 @@
 """One check of `hf-cp doctor`: a small function, what it finds, and how that is shown.
 
-A check takes the [`Subject`] (what is looked at) and returns a [`Finding`]. It need not handle what the rest of the
-package refuses: a ValueError, OSError, RuntimeError or ImportError is a failure, and its text has the numbers and the
-way out already. A check that raises anything else has failed too, by name, so that the others still run.
+A check takes the [`Subject`] (what is looked at) and returns a [`Finding`]. What the package itself refuses is asked
+of its own table ([`refusals`]) or simply called: a ValueError, OSError, RuntimeError or ImportError is a failure, and
+its text has the numbers and the way out already. A check that raises anything else has failed too, by name, so that
+the others still run.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hf_cp.output import OK, PROBLEM, Table, Verdict
-
-__all__ = [
-    "Check",
-    "Finding",
-    "NotGiven",
-    "Result",
-    "examine",
-    "fail",
-    "finding_of",
-    "judge",
-    "missing",
-    "ok",
-    "skip",
-    "tables",
-    "warn",
-]
+from hf_cp.training.checks import problems
 
 STATUSES = ("ok", "skip", "warn", "fail")  # rising
-_REPORTED = "_hf_cp_doctor_reported"
-_EXPECTED = (ValueError, OSError, RuntimeError, ImportError)
+UNREADABLE = (ValueError, OSError, RuntimeError, ImportError)  # what an input raises that cannot be used
 
 
 class NotGiven(Exception):
     """Something that a check needs was not given."""
 
 
-@dataclass(frozen=True)
-class Finding:
-    """What a check found.
-
-    Args:
-        status (`str`): "ok", "warn" (the run works, but not as well as it could, or not surely), "fail" or "skip".
-        detail (`str`): one sentence, with the numbers.
-        fix (`str`): what to change; empty if nothing.
-    """
+class Finding(NamedTuple):
+    """What a check found: one of [`STATUSES`], one sentence with the numbers, and what to change (if anything)."""
 
     status: str
     detail: str
     fix: str = ""
 
-    def __post_init__(self):
-        if self.status not in STATUSES:
-            raise ValueError(f"status={self.status!r} does not exist. Choose one of {', '.join(STATUSES)}.")
 
-
-@dataclass(frozen=True)
-class Result:
-    """A finding with the name of its check, and the ranks that found it where not all did."""
+class Result(NamedTuple):
+    """A finding with the name of its check."""
 
     group: str
     name: str
@@ -83,12 +55,12 @@ def ok(detail: str) -> Finding:
 
 
 def warn(detail: str, fix: str) -> Finding:
-    """The run works, but not as well as it could, or not surely; `fix` is what to change."""
+    """The run works, but not as well as it could, or not surely."""
     return Finding("warn", detail, fix)
 
 
 def fail(detail: str, fix: str) -> Finding:
-    """The run would not start, or be wrong; `fix` is what to change."""
+    """The run would not start, or be wrong."""
     return Finding("fail", detail, fix)
 
 
@@ -102,18 +74,12 @@ def missing(subject: Any, detail: str, fix: str) -> Finding:
     return (fail if subject.args.launch else warn)(detail, fix)
 
 
-def examine(check: Check, subject: Any) -> Result:
-    """Runs one check; it always ends with a result. An error that was reported already is not repeated."""
-    try:
-        finding = check.run(subject)
-    except NotGiven as missing:
-        finding = skip(str(missing))
-    except _EXPECTED as error:
-        finding = skip("needs what failed above") if hasattr(error, _REPORTED) else finding_of(error)
-        setattr(error, _REPORTED, True)
-    except Exception as error:
-        finding = fail(f"the check itself failed: {type(error).__name__}: {error}", "Report it with `hf-cp env`.")
-    return Result(check.group, check.name, finding.status, finding.detail, finding.fix)
+def refusals(*subjects: Any, otherwise: str) -> Finding:
+    """What the package's own table of checks finds (see hf_cp/training/checks); `otherwise` it is well."""
+    found = problems(*subjects)
+    if found:
+        return fail(" ".join(problem.what for problem in found), " ".join(problem.fix for problem in found))
+    return ok(otherwise)
 
 
 def finding_of(error: Exception) -> Finding:
@@ -122,35 +88,46 @@ def finding_of(error: Exception) -> Finding:
     >>> finding_of(ValueError("4 does not divide 6.\\n  Use 2 or 3."))
     Finding(status='fail', detail='4 does not divide 6.', fix='Use 2 or 3.')
     """
-    lines = str(error).splitlines() or [type(error).__name__]
-    first = next((i for i, line in enumerate(lines) if i and line.startswith("  ")), len(lines))
-    detail, fix = (" ".join(line.strip() for line in part) for part in (lines[:first], lines[first:]))
-    return fail(detail, fix)
+    detail, _, fix = str(error).partition("\n  ")
+    return fail(" ".join(detail.split()) or type(error).__name__, " ".join(fix.split()))
+
+
+def examine(checks: Sequence[Check], subject: Any) -> list[Result]:
+    """Makes every check; each ends with a result. An error that a check before it has reported is not repeated."""
+    reported: list[Exception] = []
+    return [Result(check.group, check.name, *_find(check, subject, reported)) for check in checks]
+
+
+def _find(check: Check, subject: Any, reported: list[Exception]) -> Finding:
+    try:
+        return check.run(subject)
+    except NotGiven as reason:
+        return skip(str(reason))
+    except UNREADABLE as error:
+        if any(error is other for other in reported):
+            return skip("needs what failed above")
+        reported.append(error)
+        return finding_of(error)
+    except Exception as error:
+        return fail(f"the check itself failed: {type(error).__name__}: {error}", "Report it with `hf-cp env`.")
 
 
 def tables(results: Sequence[Result]) -> list[Table]:
     """One table per group; the fix has a line of its own."""
-    groups = dict.fromkeys(result.group for result in results)
-    return [Table(group, ("",) * 3, _rows([r for r in results if r.group == group])) for group in groups]
-
-
-def _rows(results: Sequence[Result]) -> list[tuple[str, str, str]]:
-    rows = []
-    for result in results:
-        rows.append(("FAILED" if result.status == "fail" else result.status, result.name, result.detail))
-        if result.fix:
-            rows.append(("", "", f"-> {result.fix}"))
-    return rows
+    rows: dict[str, list[tuple[str, str, str]]] = {}
+    for group, name, status, detail, fix in results:
+        lines = [("FAILED" if status == "fail" else status, name, detail)]
+        rows.setdefault(group, []).extend([*lines, ("", "", f"-> {fix}")] if fix else lines)
+    return [Table(group, ("",) * 3, lines) for group, lines in rows.items()]
 
 
 def judge(results: Sequence[Result]) -> Verdict:
     """A failure makes the whole fail; warnings do not, but they are named, and so is what was not looked at."""
     counts = Counter(result.status for result in results)
-    failed = [result.name for result in results if result.status == "fail"]
     shown = ", ".join(f"{counts[status]} {status}" for status in STATUSES)
-    if failed:
-        return Verdict(PROBLEM, f"not ready ({shown}). Fix first: {', '.join(failed)}.")
-    named = {status: ", ".join(r.name for r in results if r.status == status) for status in ("warn", "skip")}
+    named = {status: ", ".join(r.name for r in results if r.status == status) for status in STATUSES}
+    if named["fail"]:
+        return Verdict(PROBLEM, f"not ready ({shown}). Fix first: {named['fail']}.")
     text = "no check fails" if named["warn"] else "nothing stands against starting"
     first = f" Look first at: {named['warn']}." if named["warn"] else ""
     unknown = f" Not looked at: {named['skip']}." if named["skip"] else ""

@@ -14,14 +14,10 @@ import argparse
 import os
 import sys
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 
 from hf_cp.output import print_json, print_usage_error
-from hf_cp.tools.doctor.check import Check, Result, examine, judge, tables
 from hf_cp.tools.options import add_context_parallel_arguments
-
-__all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="MODEL", help="folder, config.json or known name (default: the recipe's)")
     parser.add_argument("--data", type=Path, metavar="FILE", help="documents (default: the recipe's)")
     parser.add_argument("--tokenizer", metavar="DIR", help="for documents of text (default: the model's)")
-    parser.add_argument("--max-tokens", type=int, help="tokens of a row (default: the recipe's)")
+    parser.add_argument("--max-tokens", type=int, help="tokens of a packed sample (default: the recipe's)")
     parser.add_argument("--checkpoint", type=Path, metavar="FOLDER", help="to go on from (default: in output_dir)")
     parser.add_argument("--verify-report", type=Path, metavar="FILE", help="default: verify.json of the recipe")
     parser.add_argument("--launch", action="store_true", help="also check the processes that were launched with this")
@@ -46,59 +42,32 @@ def run(args: argparse.Namespace) -> int:
     problem = _wrong_use(args)
     if problem:
         return print_usage_error(problem)
+    from hf_cp.tools.doctor import check, data, launched, model, settings  # seconds; not for --help
     from hf_cp.tools.doctor.subject import Subject, as_one_process
 
     subject = Subject(args)
     with as_one_process():
-        results = [examine(check, subject) for check in local_checks()]
+        results = check.examine((*model.CHECKS, *settings.CHECKS, *data.CHECKS), subject)
     if args.launch:
-        results = _with_launched(results, subject, args.time_limit)
-    verdict = judge(results)
+        results = launched.examine_launched(subject, results, args.time_limit)
+    verdict = check.judge(results)
     content = {"command": "doctor", "verdict": str(verdict), "counts": Counter(r.status for r in results)}
     if args.json:
         print_json(content | {"checks": results}, args.json)
     if args.json != "-":
-        for table in tables(results):
+        for table in check.tables(results):
             table.print()
         verdict.print()
     return verdict.status
 
 
-def local_checks() -> Sequence[Check]:
-    """The table of checks of one process, in the order in which they are shown."""
-    from hf_cp.tools.doctor import data, model, settings
-
-    return (
-        *model.SOFTWARE_CHECKS,
-        *model.MODEL_CHECKS,
-        *settings.LAUNCH_CHECKS,
-        *settings.TRAINING_CHECKS,
-        *data.DATA_CHECKS,
-        *data.STATE_CHECKS,
-    )
-
-
-def _with_launched(results: list[Result], subject: object, time_limit: float) -> list[Result]:
-    """Results of all processes: the worst of each local check, then the launched ones, which are alike on all."""
-    from hf_cp.tools.doctor.launched import examine_launched, worst_by_check
-
-    launched, processes = [], None
-    for result, alive in examine_launched(subject, time_limit):
-        if alive is not None and processes is None:
-            results = worst_by_check(results, alive.mesh)
-        launched.append(result)
-        processes = alive
-    if processes is not None:
-        processes.end()
-    return [*results, *launched]
-
-
 def _wrong_use(args: argparse.Namespace) -> str:
     """Why the options cannot be followed; empty if they can."""
-    wanted = {"recipe": args.recipe, "config": args.config, "checkpoint": args.checkpoint, "data": args.data}
-    for name, path in (wanted | {"verify-report": args.verify_report}).items():
+    for name in ("recipe", "config", "checkpoint", "data", "verify_report"):
+        path = getattr(args, name)
         if path is not None and not path.exists():
-            return f"--{name} {path} does not exist.\n  Give a path as it is seen from {Path.cwd()}."
+            option = name.replace("_", "-")
+            return f"--{option} {path} does not exist.\n  Give a path as it is seen from {Path.cwd()}."
     if args.recipe is not None and not (args.recipe / "accelerate.yaml").exists():
         names = sorted(path.name for path in args.recipe.iterdir()) if args.recipe.is_dir() else []
         return f"--recipe {args.recipe} has no accelerate.yaml, but {names}.\n  Give the folder of a recipe."

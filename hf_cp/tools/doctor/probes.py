@@ -1,7 +1,7 @@
 """One of each kind of collective over every axis, with values that are known before.
 
-Invariant: every value that a rank receives names its sender and its place, so a swapped, lost or doubled block shows.
-All ranks must make the same probes, in the order of [`PROBES`].
+Invariant: every value that a rank receives names its sender, its receiver and its place, so a swapped, lost or doubled
+block shows. All ranks must make the same probes, in the order of [`PROBES`].
 """
 
 from __future__ import annotations
@@ -13,23 +13,18 @@ import torch
 import torch.distributed as dist
 
 from hf_cp.distributed.collectives import (
-    finish_all_to_all,
-    gather_ints_over_cp,
+    BlockTransfer,
     start_all_gather,
-    start_all_to_all,
     start_exchange,
     start_hop,
     start_return,
     sum_over_cp,
 )
-from hf_cp.distributed.communicator import Communicator, Watched
-from hf_cp.distributed.host import sum_over_world
+from hf_cp.distributed.communicator import Communicator
+from hf_cp.distributed.host import gather_objects, gather_over_cp, sum_over_world
 from hf_cp.distributed.mesh import ContextParallelMesh
-from hf_cp.distributed.rows import gather_rows
 
-__all__ = ["PROBES", "Probe", "check_collectives"]
-
-WIDTH = 3  # numbers in a row of a probe
+WIDTH = 3  # numbers in a token of a probe
 
 
 class Probe(NamedTuple):
@@ -37,10 +32,10 @@ class Probe(NamedTuple):
 
     axis: str
     kind: str
-    run: Callable[[ContextParallelMesh], tuple[torch.Tensor, torch.Tensor]]
+    run: Callable[[Communicator], tuple[torch.Tensor, torch.Tensor]]
 
 
-def check_collectives(mesh: ContextParallelMesh) -> list[str]:
+def check_collectives(comm: Communicator) -> list[str]:
     """Makes every probe over axes of more than one process; all ranks must call it.
 
     Returns:
@@ -50,94 +45,106 @@ def check_collectives(mesh: ContextParallelMesh) -> list[str]:
         RuntimeError: this rank received something else than was sent.
         CommunicationError: a peer is lost, or the time limit of the mesh's groups is over.
     """
-    probes = [probe for probe in PROBES if len(mesh.peers(probe.axis)) > 1]
-    pairs = [probe.run(mesh) for probe in probes]  # compared afterwards: nobody leaves while others go on
+    probes = [probe for probe in PROBES if len(comm.mesh.peers(probe.axis)) > 1]
+    pairs = [probe.run(comm) for probe in probes]  # compared afterwards: nobody leaves while others go on
     for probe, (received, expected) in zip(probes, pairs, strict=True):
         if not torch.equal(received, expected):
             raise RuntimeError(
-                f"{mesh.name} received wrong values in {probe.kind} on the {probe.axis} axis: "
+                f"{comm.mesh.name} received wrong values in {probe.kind} on the {probe.axis} axis: "
                 f"{received.flatten()[:6].tolist()}... instead of {expected.flatten()[:6].tolist()}...\n"
                 "  Check the network and the communication library: NCCL_DEBUG=INFO, nccl-tests, other versions."
             )
     return [f"{probe.axis} {probe.kind}" for probe in probes]
 
 
-def _block(mesh: ContextParallelMesh, sender: int, receiver: int, rows: int = 1) -> torch.Tensor:
-    """fp32 [rows, WIDTH]: what `sender` sends to `receiver` (global ranks)."""
-    values = torch.arange(rows * WIDTH, dtype=torch.float32, device=mesh.device_type).view(rows, WIDTH)
+def _block(mesh: ContextParallelMesh, sender: int, receiver: int, length: int = 1) -> torch.Tensor:
+    """fp32 [length, WIDTH]: what `sender` sends to `receiver` (global ranks).
+
+    From rank 2 to rank 1, two tokens: [[102000, 102001, 102002], [102003, 102004, 102005]].
+    """
+    values = torch.arange(length * WIDTH, dtype=torch.float32, device=mesh.device_type).view(length, WIDTH)
     return values + 1000 * sender + 100_000 * receiver
 
 
-def _blocks(mesh: ContextParallelMesh, axis: str, *, sent: bool) -> list[torch.Tensor]:
-    """A row to, or from, every rank of the axis."""
-    pairs = [(mesh.rank, peer) if sent else (peer, mesh.rank) for peer in mesh.peers(axis)]
-    return [_block(mesh, *pair) for pair in pairs]
+def _sent(mesh: ContextParallelMesh, axis: str) -> list[torch.Tensor]:
+    """A token to every rank of the axis."""
+    return [_block(mesh, mesh.rank, peer) for peer in mesh.peers(axis)]
 
 
-def _hop(mesh: ContextParallelMesh) -> tuple[torch.Tensor, torch.Tensor]:
-    ring, own = mesh.peers("ring"), mesh.ring_rank
-    following, previous = ring[(own + 1) % len(ring)], ring[(own - 1) % len(ring)]
-    received = start_hop(_block(mesh, mesh.rank, following, 2), mesh, received_rows=2).wait()
-    return received, _block(mesh, previous, mesh.rank, 2)
+def _arriving(mesh: ContextParallelMesh, axis: str) -> list[torch.Tensor]:
+    """A token from every rank of the axis."""
+    return [_block(mesh, peer, mesh.rank) for peer in mesh.peers(axis)]
 
 
-def _exchange(mesh: ContextParallelMesh) -> tuple[torch.Tensor, torch.Tensor]:
-    """Uneven: ring rank i sends i + j rows to ring rank j, so the first sends itself nothing."""
-    ring, own = mesh.peers("ring"), mesh.ring_rank
-    counts = [own + other for other in range(len(ring))]
-    sent = torch.cat([_block(mesh, mesh.rank, peer, n) for peer, n in zip(ring, counts, strict=True)])
-    received = start_exchange(sent, mesh, sent=counts, received=counts).wait()
-    return received, torch.cat([_block(mesh, peer, mesh.rank, n) for peer, n in zip(ring, counts, strict=True)])
+def _hop(comm: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
+    ring, own = comm.mesh.peers("ring"), comm.mesh.ring_rank
+    following, previous = ring[(own + 1) % len(ring)], ring[own - 1]
+    received = start_hop(_block(comm.mesh, comm.mesh.rank, following, 2), comm, received_length=2).wait()
+    return received, _block(comm.mesh, previous, comm.mesh.rank, 2)
 
 
-def _all_gather(mesh: ContextParallelMesh) -> tuple[torch.Tensor, torch.Tensor]:
-    received = start_all_gather(_block(mesh, mesh.rank, 0, 2), mesh).wait()
-    return received, torch.cat([_block(mesh, peer, 0, 2) for peer in mesh.peers("ring")])
+def _exchange(comm: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Uneven: ring rank i sends i + j tokens to ring rank j, so the first sends itself nothing."""
+    mesh = comm.mesh
+    counts = {peer: mesh.ring_rank + other for other, peer in enumerate(mesh.peers("ring"))}
+    lengths = list(counts.values())
+    sent = torch.cat([_block(mesh, mesh.rank, peer, length) for peer, length in counts.items()])
+    received = start_exchange(sent, comm, sent=lengths, received=lengths).wait()
+    return received, torch.cat([_block(mesh, peer, mesh.rank, length) for peer, length in counts.items()])
 
 
-def _return(mesh: ContextParallelMesh) -> tuple[torch.Tensor, torch.Tensor]:
-    received = start_return(torch.stack(_blocks(mesh, "ring", sent=True)), mesh).wait()
-    expected = _blocks(mesh, "ring", sent=False)
-    del expected[mesh.ring_rank]
+def _all_gather(comm: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
+    received = start_all_gather(_block(comm.mesh, comm.mesh.rank, 0, 2), comm).wait()
+    return received, torch.cat([_block(comm.mesh, peer, 0, 2) for peer in comm.mesh.peers("ring")])
+
+
+def _return(comm: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
+    received = start_return(torch.stack(_sent(comm.mesh, "ring")), comm).wait()
+    expected = _arriving(comm.mesh, "ring")
+    del expected[comm.mesh.ring_rank]
     return received, torch.stack(expected)
 
 
-def _all_to_all(mesh: ContextParallelMesh) -> tuple[torch.Tensor, torch.Tensor]:
-    received = finish_all_to_all(start_all_to_all(torch.stack(_blocks(mesh, "ulysses", sent=True)), mesh))
-    return received, torch.stack(_blocks(mesh, "ulysses", sent=False))
+def _all_to_all(comm: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
+    transfer = BlockTransfer(comm)
+    received = transfer.start(torch.stack(_sent(comm.mesh, "ulysses")))
+    transfer.finish()
+    return received, torch.stack(_arriving(comm.mesh, "ulysses"))
 
 
-def _sum_of_row(mesh: ContextParallelMesh) -> tuple[torch.Tensor, torch.Tensor]:
-    expected = torch.stack([_block(mesh, peer, 0) for peer in mesh.peers("cp")]).sum(0)
-    return sum_over_cp(_block(mesh, mesh.rank, 0), Communicator(mesh)), expected
+def _sum_of_group(comm: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
+    return sum_over_cp(_block(comm.mesh, comm.mesh.rank, 0), comm), _expected_sum(comm.mesh, "cp")
 
 
-def _ints_of_row(mesh: ContextParallelMesh) -> tuple[torch.Tensor, torch.Tensor]:
-    received = gather_ints_over_cp([mesh.rank, -mesh.rank], mesh)
-    return torch.tensor(received), torch.tensor([[peer, -peer] for peer in mesh.peers("cp")])
+def _ints_of_group(comm: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
+    received = gather_over_cp([comm.mesh.rank, -comm.mesh.rank], comm=comm)
+    return torch.tensor(received), torch.tensor([[peer, -peer] for peer in comm.mesh.peers("cp")])
 
 
-def _sum_over_replicas(mesh: ContextParallelMesh) -> tuple[torch.Tensor, torch.Tensor]:
-    total = _block(mesh, mesh.rank, 0)
-    with Watched(mesh, "dp", "a sum over the data-parallel ranks"):
-        dist.all_reduce(total, group=mesh.dp_group)
-    return total, torch.stack([_block(mesh, peer, 0) for peer in mesh.peers("dp")]).sum(0)
+def _sum_over_replicas(comm: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
+    total = _block(comm.mesh, comm.mesh.rank, 0)
+    with comm.waiting("dp", "a sum over the data-parallel ranks"):
+        dist.all_reduce(total, group=comm.mesh.dp_group)
+    return total, _expected_sum(comm.mesh, "dp")
 
 
-def _sum_of_world(mesh: ContextParallelMesh) -> tuple[torch.Tensor, torch.Tensor]:
-    world = mesh.world_size
-    total = sum_over_world([mesh.rank, 2**40 + mesh.rank], comm=Communicator(mesh))
+def _expected_sum(mesh: ContextParallelMesh, axis: str) -> torch.Tensor:
+    return torch.stack([_block(mesh, peer, 0) for peer in mesh.peers(axis)]).sum(0)
+
+
+def _sum_of_world(comm: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
+    rank, world = comm.mesh.rank, comm.mesh.world_size
+    total = sum_over_world([rank, 2**40 + rank], comm=comm)  # fp32 would round the second one
     ranks = world * (world - 1) // 2
     return torch.tensor(total), torch.tensor([ranks, world * 2**40 + ranks])
 
 
-def _rows_of_world(mesh: ContextParallelMesh) -> tuple[torch.Tensor, torch.Tensor]:
-    def row(rank: int) -> torch.Tensor:
-        return torch.full((rank % 3, 2), rank % 256, dtype=torch.uint8)
-
-    lengths = [rank % 3 for rank in range(mesh.world_size)]
-    gathered = gather_rows(row(mesh.rank), mesh=mesh, lengths=lengths)
-    return torch.cat(gathered), torch.cat([row(rank) for rank in range(mesh.world_size)])
+def _objects_of_world(comm: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of other sizes: rank r sends its name r + 1 times, which travels as 7, 14, ... bytes or more."""
+    world = comm.mesh.world_size
+    received = gather_objects(f"rank {comm.mesh.rank:2}" * (comm.mesh.rank + 1), comm=comm)
+    expected = [f"rank {rank:2}" * (rank + 1) for rank in range(world)]
+    return torch.tensor([expected.index(text) if text in expected else -1 for text in received]), torch.arange(world)
 
 
 PROBES = (
@@ -146,9 +153,9 @@ PROBES = (
     Probe("ring", "all-gather", _all_gather),
     Probe("ring", "return of blocks", _return),
     Probe("ulysses", "all-to-all", _all_to_all),
-    Probe("cp", "sum", _sum_of_row),
-    Probe("cp", "gather of integers", _ints_of_row),
+    Probe("cp", "sum", _sum_of_group),
+    Probe("cp", "gather of integers", _ints_of_group),
     Probe("dp", "sum", _sum_over_replicas),
     Probe("world", "sum on the host", _sum_of_world),
-    Probe("world", "gather of rows on the host", _rows_of_world),
+    Probe("world", "gather of objects on the host", _objects_of_world),
 )
