@@ -94,11 +94,10 @@ def examine_with_a_rank_that_hangs() -> list[tuple[str, str]]:
         time.sleep(3.0 * mesh.rank)
         return ok(str(sum_over_world([1], comm=Communicator(mesh))))
 
+    launched = SimpleNamespace(comm=Communicator(mesh), accelerator=accelerator)
     checks = (Check("Launched", "sum", late), Check("Launched", "next", lambda launched: ok("never")))
     with (
-        mock.patch.object(
-            launch.Launched, "join", lambda *args: SimpleNamespace(comm=Communicator(mesh), accelerator=accelerator)
-        ),
+        mock.patch.object(launch.Launched, "join", lambda *args: launched),
         mock.patch.object(launch, "CHECKS", checks),
     ):
         return [(result.status, result.detail) for result in launch.examine_launched(None, [], 1.0)]

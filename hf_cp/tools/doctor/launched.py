@@ -210,12 +210,13 @@ def check_average(launched: Launched) -> Finding:
     -(W + 1) / 8W, if and only if gradients are averaged over all ranks.
     """
     accelerator, mesh = launched.accelerator, launched.comm.mesh
+    world = mesh.world_size
     if accelerator.distributed_type.value == "FSDP":
         return skip("not made under FSDP, which wraps layers of the real model only")
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.zeros_(model.weight)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
-    own = torch.full((1, 1), (mesh.rank + 1) / (4 * mesh.world_size), device=accelerator.device)
+    own = torch.full((1, 1), (mesh.rank + 1) / (4 * world), device=accelerator.device)
     for _ in range(accelerator.gradient_accumulation_steps):  # backward divides by it
         with accelerator.accumulate(model):
             accelerator.backward(_output(model, own).sum())
@@ -223,14 +224,14 @@ def check_average(launched: Launched) -> Finding:
             optimizer.zero_grad()
     with torch.no_grad():
         found = float(_output(model, torch.ones_like(own)))
-    expected = -(mesh.world_size + 1) / (8 * mesh.world_size)
+    expected = -(world + 1) / (8 * world)
     if abs(found - expected) > 0.01 * abs(expected):  # bf16 has 8 bits
         raise RuntimeError(
-            f"A step of size 1 moved a weight by {found:.5f}, the mean gradient of {mesh.world_size} ranks is {expected:.5f}.\n"
+            f"A step of size 1 moved a weight by {found:.5f}, the mean gradient of {world} ranks is {expected:.5f}.\n"
             "  The backend does not average over all processes: look for clipping below 0.5, mpu and batch "
             "sizes in the DeepSpeed config."
         )
-    return ok(f"{type(model).__name__}: a step follows the mean gradient of all {mesh.world_size} processes")
+    return ok(f"{type(model).__name__}: a step follows the mean gradient of all {world} processes")
 
 
 def _output(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
