@@ -55,16 +55,17 @@ class Raised:
     traceback: str
 
 
-def serve(rank: int, size: int, store_port: int, connection: Connection, log_path: str) -> None:
-    """Answer requests until None or the end of the pipe."""
-    _die_with_parent()
+def serve(
+    rank: int, size: int, store_port: int, connection: Connection, log_path: str, environment: dict[str, str]
+) -> None:
+    """Answer requests until None or the end of the pipe. `environment`: this process is a fork, with another's."""
+    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's: it then closes the world
     log = open(log_path, "a", buffering=1)  # noqa: SIM115 (open as long as the process)
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
     faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
     store = dist.TCPStore("127.0.0.1", store_port, is_master=False, timeout=GROUP_TIMEOUT)
-    environment = dict(os.environ)
     connection.send_bytes(pickle.dumps(Started()))
     while (request := _receive(connection)) is not None:
         connection.send_bytes(pickle.dumps(_answer(request, rank, size, store, environment, connection)))
@@ -122,7 +123,7 @@ def _fresh_group(number: int, rank: int, size: int, store: dist.Store) -> None:
     dist.init_process_group("gloo", store=call_store, rank=rank, world_size=size, timeout=GROUP_TIMEOUT)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Ask the kernel to end this process when its parent ends, however that happens (Linux only)."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1

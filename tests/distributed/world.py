@@ -9,14 +9,15 @@
         assert world2.run(add_ranks, 10) == [21, 21]
 
 Invariant: a call ends within its time limit, whatever the ranks do, and the next call works. A rank that raises is
-named with its traceback; a rank that hangs is named with the place where it hangs. The processes start once, since
-importing torch takes seconds; every call gets a new process group, fresh seeds and a fresh environment (worker.py).
+named with its traceback; a rank that hangs is named with the place where it hangs. The processes start once, as forks
+of one that has imported everything (template.py); every call gets a new process group, fresh seeds and a fresh
+environment (worker.py).
 """
 
 from __future__ import annotations
 
 import atexit
-import multiprocessing
+import multiprocessing.process
 import os
 import pickle
 import shutil
@@ -24,8 +25,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from tests.distributed.template import process_context, set_variables
 from tests.distributed.worker import Raised, Request, Returned, Started, serve
 
 START_SECONDS = 180.0  # processes start, or a call's module is imported, on a busy machine
@@ -115,13 +116,15 @@ class World:
         """Start the processes; the store that they meet at lives here, so its port is free for certain."""
         self._folder.mkdir(parents=True, exist_ok=True)
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context = multiprocessing.get_context("spawn")
+        context = process_context()
         for rank in range(self.size):
             here, there = context.Pipe()
             log = self._folder / f"rank{rank}.log"
+            variables = dict(os.environ) | self._rank_environment(rank)
+            arguments = (rank, self.size, self._store.port, there, str(log), variables)
             # Not a daemon: a daemon may not start the workers of a torch DataLoader. worker.py ends with its parent.
-            process = context.Process(target=serve, args=(rank, self.size, self._store.port, there, str(log)))
-            with _environment(self._rank_environment(rank)):
+            process = context.Process(target=serve, args=arguments)
+            with set_variables(variables):
                 process.start()
             there.close()
             self._workers.append(_Worker(process, here, log))
@@ -295,18 +298,3 @@ def _ranks(ranks: Any) -> str:
 def _tail(log: Path) -> str:
     text = log.read_text(errors="replace") if log.exists() else ""
     return "\n".join(text.splitlines()[-TAIL_LINES:])
-
-
-@contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Set environment variables for a process that is about to start: torch reads some while it is imported."""
-    saved = {key: os.environ.get(key) for key in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for key, value in saved.items():
-            if value is None:
-                del os.environ[key]
-            else:
-                os.environ[key] = value

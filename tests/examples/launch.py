@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from tests.distributed.scripts import run_script
+
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 
@@ -29,6 +31,16 @@ def torchrun(script: str, *options: str, processes: int = 2, timeout: float = 30
     """`torchrun --nproc_per_node processes examples/script options`."""
     launcher = ["torch.distributed.run", "--nproc_per_node", str(processes), "--master_port", str(free_port())]
     return run(["-m", *launcher, str(EXAMPLES / script), *options], timeout=timeout)
+
+
+def forked(*words: str, processes: int = 1, timeout: float = 300.0) -> Finished:
+    """`torchrun --nproc_per_node processes words`, or `python words` for one: where the launch is not what is tested.
+
+    A relative script is one of the examples. The processes are forks (tests/distributed/scripts.py).
+    """
+    if words[0] != "-m":
+        words = (str(EXAMPLES / words[0]), *words[1:])
+    return Finished(*run_script(words, processes=processes, variables=environment(), timeout=timeout))
 
 
 def accelerate_launch(config_file: Path, *words: str, timeout: float = 300.0) -> Finished:

@@ -8,7 +8,7 @@ import re
 import pytest
 from safetensors.torch import load_file
 
-from tests.examples.launch import EXAMPLES, run, together, torchrun
+from tests.examples.launch import EXAMPLES, forked, together
 
 LOSS = re.compile(r"step \d+: loss ([\d.]+)")
 SHORT = ("lora_merge.py", "one_line_patch.py")
@@ -24,8 +24,8 @@ def test_is_short(script):
 @pytest.mark.timeout(900)
 def test_one_line_patch_prints_the_losses_of_one_process():
     finished = together(
-        lambda: run([str(EXAMPLES / "one_line_patch.py"), "--ring_degree", "1"], timeout=300),
-        lambda: torchrun("one_line_patch.py"),
+        lambda: forked("one_line_patch.py", "--ring_degree", "1"),
+        lambda: forked("one_line_patch.py", processes=2),
     )
     assert [f.status for f in finished] == [0, 0], [f.output for f in finished]
     one, split = [[float(loss) for loss in LOSS.findall(f.output)] for f in finished]
@@ -37,7 +37,7 @@ def test_one_line_patch_prints_the_losses_of_one_process():
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_lora_merge(tmp_path):
-    finished = torchrun("lora_merge.py", "--output_dir", str(tmp_path))
+    finished = forked("lora_merge.py", "--output_dir", str(tmp_path), processes=2)
     assert finished.status == 0, finished.output
     difference = float(re.search(r"differ from the adapter's by (\S+)", finished.output).group(1))
     change = float(re.search(r"adapter changes logits by up to (\S+)", finished.output).group(1))
