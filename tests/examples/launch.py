@@ -7,16 +7,18 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
 from tests.distributed.scripts import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
+LAUNCHER_PREFIXES = ("ACCELERATE_", "FSDP_")
 
 
 @dataclass(frozen=True)
@@ -27,20 +29,37 @@ class Finished:
     output: str
 
 
-def torchrun(script: str, *options: str, processes: int = 2, timeout: float = 300.0) -> Finished:
-    """`torchrun --nproc_per_node processes examples/script options`."""
-    launcher = ["torch.distributed.run", "--nproc_per_node", str(processes), "--master_port", str(free_port())]
-    return run(["-m", *launcher, str(EXAMPLES / script), *options], timeout=timeout)
-
-
 def forked(*words: str, processes: int = 1, timeout: float = 300.0) -> Finished:
     """`torchrun --nproc_per_node processes words`, or `python words` for one: where the launch is not what is tested.
 
-    A relative script is one of the examples. The processes are forks (tests/distributed/scripts.py).
+    A script is one of the examples. The processes are forks (tests/distributed/scripts.py).
     """
-    if words[0] != "-m":
-        words = (str(EXAMPLES / words[0]), *words[1:])
-    return Finished(*run_script(words, processes=processes, variables=environment(), timeout=timeout))
+    return Finished(*run_script(in_examples(words), processes=processes, variables=environment(), timeout=timeout))
+
+
+def accelerate_forked(options: Sequence[str], *words: str, processes: int, timeout: float = 300.0) -> Finished:
+    """`accelerate launch options words` on this machine, with the variables that it would set; forks, as above."""
+    variables = environment() | accelerate_variables(options)
+    return Finished(*run_script(in_examples(words), processes=processes, variables=variables, timeout=timeout))
+
+
+def in_examples(words: Sequence[str]) -> list[str]:
+    return list(words) if words[0] == "-m" else [str(EXAMPLES / words[0]), *words[1:]]
+
+
+def accelerate_variables(options: Sequence[str]) -> dict[str, str]:
+    """What `accelerate launch options` sets for its processes, by its own functions."""
+    from accelerate.commands import launch
+    from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+
+    args = launch.launch_command_parser().parse_args([*options, "none"])
+    variables: dict[str, str] = {}
+    with (
+        patch.object(launch, "deepspeed_launcher", lambda a: variables.update(prepare_deepspeed_cmd_env(a)[1])),
+        patch.object(launch, "multi_gpu_launcher", lambda a: variables.update(prepare_multi_gpu_env(a))),
+    ):
+        launch.launch_command(args)
+    return {key: value for key, value in variables.items() if key.startswith(LAUNCHER_PREFIXES)}
 
 
 def accelerate_launch(config_file: Path, *words: str, timeout: float = 300.0) -> Finished:

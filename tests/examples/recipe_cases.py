@@ -16,37 +16,26 @@ import json
 import os
 import sys
 from pathlib import Path
-from unittest.mock import patch
 
 import deepspeed
 import torch.distributed as dist
 from accelerate import PartialState
-from accelerate.commands import launch
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType
-from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from hf_cp.recipes import train
 from hf_cp.tools.cli import main as hf_cp
-from tests.examples.launch import ROOT
+from tests.examples.launch import LAUNCHER_PREFIXES, ROOT, accelerate_variables
 
 FP32 = ["--bf16", "false", "--model_dtype", "float32"]
-PREFIXES = ("ACCELERATE_", "FSDP_")
 
 
 def launcher_variables(config_file: Path) -> dict[str, str]:
     """What `accelerate launch --config_file` sets for its processes."""
     forget({})  # the launcher adds to the variables that it finds
-    parser, variables = launch.launch_command_parser(), {}
     port = str(29700 + int(os.environ["RANK"]))
-    args = parser.parse_args(["--config_file", str(config_file), "--main_process_port", port, "none"])
-    with (
-        patch.object(launch, "deepspeed_launcher", lambda a: variables.update(prepare_deepspeed_cmd_env(a)[1])),
-        patch.object(launch, "multi_gpu_launcher", lambda a: variables.update(prepare_multi_gpu_env(a))),
-    ):
-        launch.launch_command(args)
-    return {key: value for key, value in variables.items() if key.startswith(PREFIXES)}
+    return accelerate_variables(["--config_file", str(config_file), "--main_process_port", port])
 
 
 def forget(variables: dict[str, str]) -> None:
@@ -54,7 +43,7 @@ def forget(variables: dict[str, str]) -> None:
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
     unset_hf_deepspeed_config()
-    for key in [key for key in os.environ if key.startswith(PREFIXES)]:
+    for key in [key for key in os.environ if key.startswith(LAUNCHER_PREFIXES)]:
         del os.environ[key]
     os.environ.update(variables)
 

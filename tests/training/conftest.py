@@ -1,11 +1,11 @@
-"""What is measured in one launch (zero_worlds.py) is shared by test_zero.py and test_zero_saves.py."""
+"""What is measured once (zero_worlds.py) is shared by test_zero.py and test_zero_saves.py."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from tests.examples.launch import run
+from tests.examples.launch import forked
 
 
 @pytest.fixture(scope="session")
@@ -14,8 +14,10 @@ def worlds(tmp_path_factory, deepspeed_extension) -> dict[str, list[dict]]:
     from tests.training.zero_worlds import WORLDS
 
     folder = tmp_path_factory.mktemp("zero")
-    finished = run(["-m", "tests.training.zero_worlds", str(folder)], timeout=400)
-    assert finished.status == 0, finished.output[-6000:]
+    for world, (size, _) in WORLDS.items():
+        (folder / world).mkdir()
+        finished = forked("-m", "tests.training.zero_worlds", world, str(folder), processes=size, timeout=400)
+        assert finished.status == 0, finished.output[-6000:]
     return {
         world: [
             torch.load(folder / world / f"rank{rank}.pt", weights_only=False) | {"folder": folder}

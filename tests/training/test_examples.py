@@ -7,20 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.examples.launch import EXAMPLES, Finished, free_port, run, together, torchrun
+from tests.examples.launch import Finished, accelerate_forked, forked, together
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.usefixtures("deepspeed_extension")]
 
 
-def zero2(script: str, *options: str) -> Finished:
-    """The `accelerate launch` line of the examples, on a port of its own."""
-    launcher = ["--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-    launcher += ["--use_deepspeed", "--zero_stage", "2", "--main_process_port", str(free_port())]
-    return run(["-m", "accelerate.commands.launch", *launcher, str(EXAMPLES / script), *options], timeout=300)
-
-
-def alone(script: str, *options: str) -> Finished:
-    return run([str(EXAMPLES / script), *options], timeout=300)
+def zero2(script: str) -> Finished:
+    """The `accelerate launch` line of the examples."""
+    options = ["--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    return accelerate_forked([*options, "--use_deepspeed", "--zero_stage", "2"], script, processes=2)
 
 
 def numbers(finished: Finished, pattern: str) -> list[float]:
@@ -32,7 +27,7 @@ def numbers(finished: Finished, pattern: str) -> list[float]:
 def test_accelerate_loop():
     pattern = r"step \d+: loss (\d+\.\d+) over"
     one, finished = together(
-        lambda: alone("accelerate_loop.py", "--ring_degree", "1"), lambda: zero2("accelerate_loop.py")
+        lambda: forked("accelerate_loop.py", "--ring_degree", "1"), lambda: zero2("accelerate_loop.py")
     )
     expected = numbers(one, pattern)
     assert len(expected) > 2 and expected[-1] < expected[0]
@@ -45,8 +40,8 @@ def test_trainer(tmp_path: Path):
     last = r"evaluation loss \d+\.\d+ -> (\d+\.\d+)"
     options = ["--max_steps", "3", "--output_dir"]
     one, finished = together(
-        lambda: alone("trainer.py", "--ring_degree", "1", *options, str(tmp_path / "one")),
-        lambda: torchrun("trainer.py", *options, str(tmp_path / "two")),
+        lambda: forked("trainer.py", "--ring_degree", "1", *options, str(tmp_path / "one")),
+        lambda: forked("trainer.py", *options, str(tmp_path / "two"), processes=2),
     )
     assert numbers(finished, pattern) == pytest.approx(numbers(one, pattern), abs=2e-4)
     assert numbers(finished, last) == pytest.approx(numbers(one, last), abs=2e-3)

@@ -22,7 +22,7 @@ from hf_cp.data import ContextParallelDataLoader, DataCollatorForContextParallel
 from hf_cp.models.patch import apply_context_parallel, context_parallel_state, remove_context_parallel
 from hf_cp.training import ContextParallelTrainer, ContextParallelTrainerMixin
 from hf_cp.training.sft import complete_sft
-from tests.examples.launch import EXAMPLES, torchrun
+from tests.examples.launch import EXAMPLES, forked
 from tests.models.tiny import Row, tiny_model
 from tests.training.sft import (
     Case,
@@ -295,7 +295,7 @@ LOSSES = re.compile(r"loss ([\d.]+) -> ([\d.]+)")
 @pytest.mark.timeout(400)
 def test_example(tmp_path):
     assert len((EXAMPLES / "sft_trl.py").read_text().splitlines()) < 120
-    finished = torchrun("sft_trl.py", "--output_dir", str(tmp_path / "split"), timeout=200)
+    finished = forked("sft_trl.py", "--output_dir", str(tmp_path / "split"), processes=2, timeout=200)
     assert finished.status == 0, finished.output
     before, after = (float(loss) for loss in LOSSES.search(finished.output).groups())
     assert after < before - 0.2

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from hf_cp.tools.cli import main
 from hf_cp.verify import inputs
-from tests.examples.launch import ROOT, free_port, run
+from tests.examples.launch import ROOT, accelerate_forked
 from tests.models.tiny import tiny_model
 from tests.verify import verify_cases as cases
 from tests.verify.verify_cases import documents
@@ -40,12 +40,12 @@ def call(*options: object) -> tuple[int, str, str]:
 
 @pytest.mark.distributed
 def test_launched_on_two_processes(model_folder, tmp_path):
-    """As a recipe starts: one table, from rank 0, and files with a time stamp. (It runs what torchrun runs.)"""
-    config, port = ROOT / "recipes/quickstart-cpu/accelerate.yaml", str(free_port())
-    launcher = ["-m", "accelerate.commands.launch", "--config_file", str(config), "--main_process_port", port]
+    """As a recipe starts: one table, from rank 0, and files with a time stamp."""
+    launcher = ["--config_file", str(ROOT / "recipes/quickstart-cpu/accelerate.yaml")]
     data = ["--model", str(model_folder), "--data", str(model_folder / "data.jsonl"), "--max-tokens", "40"]
     options = ["--ring-degree", "2", "--lora", "2", "--layers", "1", "--output", str(tmp_path / "verify.json")]
-    finished = run([*launcher, "-m", "hf_cp", "verify", *data, *options], timeout=110)
+    words = ["-m", "hf_cp", "verify", *data, *options]
+    finished = accelerate_forked(launcher, *words, processes=2, timeout=110)
     assert finished.status == 0, finished.output
     assert finished.output.count("PASSED: 2 processes compute what one process computes.") == 1
     assert "2 of 3 documents" in finished.output and "fit into 40 tokens" in finished.output
