@@ -39,7 +39,7 @@ def forked(*words: str, processes: int = 1, timeout: float = 300.0) -> Finished:
 
 def accelerate_forked(options: Sequence[str], *words: str, processes: int, timeout: float = 300.0) -> Finished:
     """`accelerate launch options words` on this machine, with the variables that it would set; forks, as above."""
-    variables = environment() | accelerate_variables(options)
+    variables = environment() | accelerate_variables([*options, "--main_process_port", str(free_port())])
     return Finished(*run_script(in_examples(words), processes=processes, variables=variables, timeout=timeout))
 
 
