@@ -25,7 +25,6 @@ from hf_cp.config import IGNORE_INDEX, ContextParallelConfig
 from hf_cp.data.loader import ContextParallelDataLoader
 from hf_cp.distributed.communicator import Communicator
 from hf_cp.distributed.host import sum_over_world
-from hf_cp.distributed.mesh import ContextParallelMesh
 from hf_cp.models.patch import base_causal_lm, local_token_losses
 from hf_cp.sequence.layout import SequenceLayout
 from hf_cp.sequence.packing import PackingManifest
@@ -106,7 +105,7 @@ class LossDrop:
 
 @torch.no_grad()
 def document_losses(
-    model: torch.nn.Module, loader: ContextParallelDataLoader, *, mesh: ContextParallelMesh
+    model: torch.nn.Module, loader: ContextParallelDataLoader, *, comm: Communicator
 ) -> DocumentLosses:
     """Evaluates every document of `loader`; all ranks must call it and get the same result.
 
@@ -114,14 +113,14 @@ def document_losses(
         model (`torch.nn.Module`): the patched model (untouched at cp_size 1), also inside PEFT. Its
             precision is used, or that of an autocast around the call.
         loader (`ContextParallelDataLoader`): unshuffled.
-        mesh (`ContextParallelMesh`): the loader's.
+        comm (`Communicator`): of the mesh that the loader serves.
 
     Raises:
-        ValueError: the loader shuffles rows, drops the last ones or has rows to skip, so that its rows are not all
-            those of the manifest, in order.
+        ValueError: the loader shuffles samples, drops the last ones or has some to skip, so that its samples are
+            not all those of the manifest, in order.
     """
     _check_loader(loader)
-    manifest = loader.manifest
+    manifest, mesh = loader.manifest, comm.mesh
     sums = torch.zeros(len(manifest.lengths), dtype=torch.float64)
     targets = torch.zeros(len(manifest.lengths), dtype=torch.int64)
     device, was_training = base_causal_lm(model).device, model.training
@@ -129,46 +128,48 @@ def document_losses(
     try:
         for step, batch in enumerate(loader):
             batch = {name: x.to(device) if torch.is_tensor(x) else x for name, x in batch.items()}
-            # A rank without a row (masked labels) joins in: ZeRO-3 gathers parameters in step.
+            # A rank with a dummy sample joins in, because ZeRO-3 gathers parameters in step, but it adds nothing.
             losses = local_token_losses(model, batch).double().cpu()
-            row = step * mesh.dp_size + mesh.dp_rank
-            if row < len(manifest.rows):
+            number = step * mesh.dp_size + mesh.dp_rank  # unshuffled samples are dealt to dp ranks in turn
+            if number < len(manifest.rows):
                 is_target = batch["shift_labels"][0].cpu() != IGNORE_INDEX
-                slots = _documents_of_slots(batch, manifest, row, mesh)[is_target]
-                sums.index_add_(0, slots, losses[is_target])
-                targets.index_add_(0, slots, torch.ones_like(slots))
+                documents = _documents_of_slots(batch, manifest, number, mesh.cp_rank)[is_target]
+                sums.index_add_(0, documents, losses[is_target])
+                targets.index_add_(0, documents, torch.ones_like(documents))
     finally:
         model.train(was_training)
     return DocumentLosses(
-        tuple(sum_over_world(sums.tolist(), comm=Communicator(mesh))),
-        tuple(sum_over_world(targets.tolist(), comm=Communicator(mesh))),
+        tuple(sum_over_world(sums.tolist(), comm=comm)), tuple(sum_over_world(targets.tolist(), comm=comm))
     )
 
 
 def _check_loader(loader: ContextParallelDataLoader) -> None:
-    """The loader must give every row of its manifest, in order: that is how a document is recognised."""
+    """The loader must give every sample of its manifest, in order: that is how a document is recognised."""
     order, position = loader.order, loader.state_dict()["next_step"]
     if order.shuffle:
-        raise ValueError("The loader shuffles rows (shuffle=True), so its documents are unknown. Use shuffle=False.")
+        raise ValueError(
+            "The loader shuffles samples (shuffle=True), so its documents are unknown. Use shuffle=False."
+        )
     if order.drop_last:
         raise ValueError(
-            f"The loader may drop some of its {len(loader.manifest.rows)} rows (drop_last=True), and with them "
+            f"The loader may drop some of its {len(loader.manifest.rows)} samples (drop_last=True), and with them "
             "documents.\n  Use drop_last=False."
         )
     if position:
         raise ValueError(
             f"The loader stands at micro-step {position} of {len(loader)}: the documents before it would be missing.\n"
-            "  Call loader.skip(0) to start at the first row."
+            "  Call loader.skip(0) to start at the first sample."
         )
 
 
-def _documents_of_slots(
-    batch: dict, manifest: PackingManifest, row: int, mesh: ContextParallelMesh
-) -> torch.Tensor:  # int64 [n]
-    """For each local slot of a row, its document's number in the manifest (anything for padding)."""
-    documents = torch.tensor(manifest.rows[row])
-    sample = batch.get("hf_cp_sample")
-    layout = None if sample is None else sample.layout
-    if layout is None:  # whole rows
-        layout = SequenceLayout([manifest.lengths[document] for document in documents], ContextParallelConfig())
-    return documents[layout.document_ids(mesh.cp_rank)]
+def _documents_of_slots(batch: dict, manifest: PackingManifest, number: int, cp_rank: int) -> torch.Tensor:
+    """For each local slot of a sample, its document's number in the manifest (anything for padding): int64 [n].
+
+    The manifest says which documents the sample packs, the layout which of them a slot belongs to: with documents
+    (7, 3) and a rank whose slots hold tokens of the second, then of the first one, that is 3, 3, ..., 7, 7, ...
+    """
+    documents, sample = torch.tensor(manifest.rows[number]), batch.get("hf_cp_sample")
+    if sample is None:  # a whole sample on every process
+        lengths = [manifest.lengths[document] for document in documents]
+        return documents[SequenceLayout(lengths, ContextParallelConfig()).document_ids(cp_rank)]
+    return documents[sample.layout.document_ids(cp_rank)]

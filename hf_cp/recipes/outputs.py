@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_cp.distributed.communicator import Communicator
-from hf_cp.distributed.host import sum_over_world
-from hf_cp.distributed.mesh import ContextParallelMesh
+from hf_cp.distributed.host import gather_objects
 from hf_cp.distributed.peak import GIB, peak_memory_bytes
 from hf_cp.recipes.held_out import LossDrop
 from hf_cp.training.trainer import ContextParallelTrainer
@@ -55,18 +54,17 @@ def summarise(
         "eval_documents": result and len(result.before.sums),
         "steps": trainer.state.global_step,
         "seconds_per_step": sum(seconds) / max(1, len(seconds)),
-        "peak_memory_gib": peak_memory_gib(trainer.cp_mesh),  # of the whole process, proof included
+        "peak_memory_gib": peak_memory_gib(trainer.cp_comm),  # of the whole process, proof included
     }
 
 
-def peak_memory_gib(mesh: ContextParallelMesh) -> list[float]:
+def peak_memory_gib(comm: Communicator) -> list[float]:
     """The most memory that each rank has held so far, in GiB by rank: of its GPU, or of the whole process on CPU.
 
     All ranks must call it.
     """
-    gib = peak_memory_bytes(mesh.device_type) / GIB
-    own = [gib if rank == mesh.rank else 0.0 for rank in range(mesh.world_size)]
-    return [round(gib, 3) for gib in sum_over_world(own, comm=Communicator(mesh))]
+    gib = round(peak_memory_bytes(comm.mesh.device_type) / GIB, 3)
+    return gather_objects(gib, comm=comm, what="the peak memory of all processes")
 
 
 def write_outputs(

@@ -285,6 +285,6 @@ class Recorder(TrainerCallback):
             return
         loader = self.trainer.get_eval_dataloader()
         with self.trainer.accelerator.autocast():  # under bf16=True the weights are fp32, the computation is not
-            losses = document_losses(self.trainer.model, loader, mesh=self.trainer.cp_mesh)
+            losses = document_losses(self.trainer.model, loader, comm=self.trainer.cp_comm)
         self.evaluations[step] = losses
         say(f"step {step}: loss {losses.mean:.4f} on {len(losses.sums)} held-out documents")

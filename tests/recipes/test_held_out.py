@@ -10,13 +10,14 @@ import torch
 from hf_cp.config import ContextParallelConfig
 from hf_cp.data.collator import DataCollatorForContextParallel
 from hf_cp.data.loader import ContextParallelDataLoader
+from hf_cp.distributed.communicator import Communicator
 from hf_cp.distributed.mesh import ContextParallelMesh
 from hf_cp.models.patch import apply_context_parallel
 from hf_cp.recipes.held_out import DocumentLosses, LossDrop, document_losses
 from hf_cp.recipes.outputs import peak_memory_gib, plot_losses
 from tests.models.tiny import VOCAB_SIZE, tiny_model
 
-LENGTHS = (17, 1, 30, 9, 5, 24)  # packed into 3 rows of 32: odd for dp 2
+LENGTHS = (17, 1, 30, 9, 5, 24)  # packed into 3 samples of 32: odd for dp 2
 
 
 def documents() -> list[dict]:
@@ -27,11 +28,11 @@ def documents() -> list[dict]:
 
 
 def evaluate(config: ContextParallelConfig, skip: int = 0, **settings: bool) -> DocumentLosses:
-    mesh = ContextParallelMesh(config)
-    model = apply_context_parallel(tiny_model(), mesh).train()
+    comm = Communicator(ContextParallelMesh(config))
+    model = apply_context_parallel(tiny_model(), config, mesh=comm.mesh).train()
     collator = DataCollatorForContextParallel(config, max_tokens=32)
-    loader = ContextParallelDataLoader(documents(), collator=collator, mesh=mesh, **settings).skip(skip)
-    losses = document_losses(model, loader, mesh=mesh)
+    loader = ContextParallelDataLoader(documents(), collator=collator, comm=comm, **settings).skip(skip)
+    losses = document_losses(model, loader, comm=comm)
     assert model.training
     return losses
 
@@ -66,7 +67,7 @@ def test_one_process(config):
 @pytest.mark.parametrize(
     "config",
     [
-        ContextParallelConfig(ring_degree=2),  # with dp 2, and 3 rows: one rank group gets a filler row
+        ContextParallelConfig(ring_degree=2),  # with dp 2, and 3 samples: one rank group gets a dummy sample
         ContextParallelConfig(ring_degree=2, ulysses_degree=2, loss_chunk_tokens=3),
         ContextParallelConfig(),  # dp 4
     ],
@@ -92,13 +93,13 @@ def test_refuses_a_loader_that_may_miss_documents(settings, message):
     "config", [ContextParallelConfig(), ContextParallelConfig(force=True)], ids=["plain", "forced"]
 )
 def test_an_error_leaves_the_model_in_training_mode(config):
-    mesh = ContextParallelMesh(config)
-    model = apply_context_parallel(tiny_model(), mesh).train()
+    comm = Communicator(ContextParallelMesh(config))
+    model = apply_context_parallel(tiny_model(), config, mesh=comm.mesh).train()
     model.lm_head.register_forward_pre_hook(lambda *_: 1 / 0)
     collator = DataCollatorForContextParallel(config, max_tokens=32)
-    loader = ContextParallelDataLoader(documents(), collator=collator, mesh=mesh)
+    loader = ContextParallelDataLoader(documents(), collator=collator, comm=comm)
     with pytest.raises(ZeroDivisionError):
-        document_losses(model, loader, mesh=mesh)
+        document_losses(model, loader, comm=comm)
     assert model.training
 
 
@@ -106,11 +107,11 @@ def test_an_error_leaves_the_model_in_training_mode(config):
 def test_logits_exist_in_chunks_of_the_config(chunk):
     """`loss_chunk_tokens` counts here too."""
     config = ContextParallelConfig(force=True, loss_chunk_tokens=chunk)
-    mesh = ContextParallelMesh(config)
-    model, sizes = apply_context_parallel(tiny_model(), mesh), []
+    comm = Communicator(ContextParallelMesh(config))
+    model, sizes = apply_context_parallel(tiny_model(), config, mesh=comm.mesh), []
     model.lm_head.register_forward_hook(lambda _, inputs, output: sizes.append(len(inputs[0])))
     collator = DataCollatorForContextParallel(config, max_tokens=32)
-    losses = document_losses(model, ContextParallelDataLoader(documents(), collator=collator, mesh=mesh), mesh=mesh)
+    losses = document_losses(model, ContextParallelDataLoader(documents(), collator=collator, comm=comm), comm=comm)
     check(losses)
     assert max(sizes) == min(chunk, 32) and sum(sizes) == sum(LENGTHS)
 
@@ -151,7 +152,7 @@ def test_refuses_losses_that_do_not_belong_together():
 
 
 def peak_memory() -> list[float]:
-    return peak_memory_gib(ContextParallelMesh(ContextParallelConfig(ring_degree=2)))
+    return peak_memory_gib(Communicator(ContextParallelMesh(ContextParallelConfig(ring_degree=2))))
 
 
 @pytest.mark.distributed
