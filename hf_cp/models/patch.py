@@ -208,7 +208,7 @@ def running_as(model: nn.Module, config: ContextParallelConfig, mesh: ContextPar
     The state is exchanged, not written into, and the patch stays, so whatever stands around `forward` stays too.
     """
     holders, state = [m for m in model.modules() if _STATE in vars(m)], context_parallel_state(model)
-    other = replace(state, config=config, mesh=mesh)
+    other = replace(state, config=config, comm=Communicator(mesh))
     try:
         for module in holders:
             setattr(module, _STATE, other)

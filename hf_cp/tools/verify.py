@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         atexit.register(state.destroy_process_group)
         config = config_from_arguments(args)
         mesh = ContextParallelMesh(config)
-        _check(args, config)
+        _check(args, config, mesh)
         model, documents = _load_everywhere(args, config, mesh)
     except (ValueError, OSError, ImportError, _Refused) as error:
         return print_usage_error(error)
@@ -77,13 +77,13 @@ class _Refused(RuntimeError):
     """Some process could not make its model or its documents."""
 
 
-def _check(args: argparse.Namespace, config: ContextParallelConfig) -> None:
+def _check(args: argparse.Namespace, config: ContextParallelConfig, mesh: ContextParallelMesh) -> None:
     """Raises ValueError where options do not fit each other; asks no other process."""
     if not (args.data or args.random_lengths):
         raise ValueError("there are no documents. Give --data FILE.jsonl or --random-lengths 300,200,77.")
     if not config.enabled:
         raise ValueError(
-            "nothing is split: cp_size is 1.\n"
+            f"nothing is split: cp_size is 1 ({mesh.world_size} processes).\n"
             "  Set --ring-degree or --ulysses-degree, or --force to compare our kernels in one process."
         )
 
@@ -98,11 +98,10 @@ def _load_everywhere(
         apply_context_parallel(model, config, mesh=mesh)
     except (ValueError, OSError, ImportError, RuntimeError) as found:
         error = found
-    digest = hashlib.blake2b(json.dumps(documents).encode(), digest_size=7).digest()  # fits into a signed integer
+    # 7 bytes fit into a signed integer
+    digest = int.from_bytes(hashlib.blake2b(json.dumps(documents).encode(), digest_size=7).digest())
     try:
-        agree(
-            "model and documents", comm=Communicator(mesh), error=error, digest=int.from_bytes(digest), scope="world"
-        )
+        agree("model and documents", comm=Communicator(mesh), error=error, digest=digest, scope="world")
     except RuntimeError as found:
         raise _Refused(str(found)) from found
     return model, documents

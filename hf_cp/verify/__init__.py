@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from hf_cp.distributed.communicator import Communicator
 from hf_cp.distributed.host import gather_objects
 from hf_cp.verify.compare import Settings, compare
 from hf_cp.verify.diagnosis import examine
@@ -68,10 +67,10 @@ def verify_context_parallel(
 def _report(sample: Sample, settings: Settings, progress: Callable[[str], None]) -> VerifyReport:
     """The report of the process that is farthest off, on every process, with the likely cause if it fails."""
     found = compare(sample, settings, progress)
-    reports = gather_objects(build_report(sample, found, settings), comm=Communicator(sample.mesh))
+    reports = gather_objects(build_report(sample, found, settings), comm=sample.comm)
     farthest = max(range(len(reports)), key=lambda rank: reports[rank].severity)
     if reports[farthest].passed:
         return reports[farthest]
     # a process that passes takes part too: the diagnosis makes one more run
-    cause, text = gather_objects(examine(sample, found), comm=Communicator(sample.mesh))[farthest]
+    cause, text = gather_objects(examine(sample, found), comm=sample.comm)[farthest]
     return dataclasses.replace(reports[farthest], cause=cause, diagnosis=text)

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import torch
 
-from hf_cp.distributed.communicator import Communicator
 from hf_cp.distributed.host import gather_objects
 from hf_cp.verify.errors import (
     Allowed,
@@ -171,7 +170,7 @@ def check_equal_start(sample: Sample, loss: float, tolerance: float) -> None:
         RuntimeError: with the parameter that differs most; or the loss is not finite in any process of a group, so
             there is nothing to compare with.
     """
-    losses = gather_objects(loss, comm=Communicator(sample.mesh))
+    losses = gather_objects(loss, comm=sample.comm)
     groups = sample.mesh.ranks.reshape(sample.mesh.dp_size, -1).tolist()
     for members in groups:
         if not any(math.isfinite(losses[rank]) for rank in members):
@@ -185,7 +184,7 @@ def check_equal_start(sample: Sample, loss: float, tolerance: float) -> None:
     if all(is_equal):
         return
     members = groups[is_equal.index(False)]
-    name = gather_objects(_farthest_apart(dict(sample.model.named_parameters()), sample).name, mesh=sample.mesh)
+    name = gather_objects(_farthest_apart(dict(sample.model.named_parameters()), sample).name, comm=sample.comm)
     raise RuntimeError(
         f"The processes do not hold the same model: the one-process loss of ranks {members} is "
         f"{', '.join(f'{losses[rank]:.7f}' for rank in members)}; {name[members[0]]} differs most.\n"
@@ -248,7 +247,7 @@ def _allowed(sample: Sample, settings: Settings, reference: Reference) -> Allowe
 def _farthest_apart(tensors: dict[str, torch.Tensor], sample: Sample) -> Apart:
     """Looks at the sum of every tensor, on every process of the group."""
     sums = {name: float(tensor.detach().double().sum()) for name, tensor in tensors.items()}
-    everywhere, members, spreads = gather_objects(sums, comm=Communicator(sample.mesh)), sample.mesh.peers("cp"), {}
+    everywhere, members, spreads = gather_objects(sums, comm=sample.comm), sample.mesh.peers("cp"), {}
     for name, tensor in tensors.items():
         spread = apart([everywhere[rank][name] for rank in members])
         spreads[name] = nan_last(relative_size(spread, float(tensor.detach().double().abs().sum())))

@@ -26,6 +26,7 @@ from hf_cp.distributed.communicator import Communicator
 from hf_cp.distributed.mesh import ContextParallelMesh
 from hf_cp.models.patch import context_parallel_disabled, context_parallel_state, running_as
 from hf_cp.sequence.layout import SequenceLayout
+from hf_cp.sequence.sample import SAMPLE_KEY
 from hf_cp.verify.inputs import trainable_parameters, whole_sample
 
 ZERO_INIT_STD = 0.02  # spread of the random numbers that replace all-zero trainable parameters
@@ -107,12 +108,17 @@ class Sample:
     @property
     def layout(self) -> SequenceLayout:
         """Of the group."""
-        return self.share["hf_cp_sample"].layout
+        return self.share[SAMPLE_KEY].layout
+
+    @property
+    def comm(self) -> Communicator:
+        """Of the group, and of the world around it."""
+        return context_parallel_state(self.model).comm
 
     @property
     def mesh(self) -> ContextParallelMesh:
         """Of the group."""
-        return context_parallel_state(self.model).mesh
+        return self.comm.mesh
 
     @property
     def targets(self) -> torch.Tensor:
@@ -160,7 +166,7 @@ class Sample:
 
     def sum_over_group(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over the processes that share the sample."""
-        return sum_over_cp(tensor, Communicator(self.mesh))
+        return sum_over_cp(tensor, self.comm)
 
     def in_order(self, values: torch.Tensor) -> torch.Tensor:
         """`values` [local slots] of all processes of the group as fp64 [num_tokens], in the order of the sample.
@@ -295,4 +301,4 @@ def to_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
 
 def _inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
     """What a forward pass without a loss takes."""
-    return {name: batch[name] for name in ("input_ids", "position_ids", "hf_cp_sample")}
+    return {name: batch[name] for name in ("input_ids", "position_ids", SAMPLE_KEY)}

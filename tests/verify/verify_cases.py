@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from unittest import mock
 
 import torch
@@ -16,6 +17,7 @@ from hf_cp.data.collator import DataCollatorForContextParallel
 from hf_cp.models import patch
 from hf_cp.models.patch import apply_context_parallel, context_parallel_state
 from hf_cp.sequence.layout import SequenceLayout
+from hf_cp.sequence.sample import PackedSample
 from hf_cp.verify import VerifyReport, verify_context_parallel
 from hf_cp.verify.runs import Sample
 from tests.models.tiny import VOCAB_SIZE, tiny_model
@@ -200,23 +202,22 @@ def token_on_two_ranks(model) -> Fault:
 
 def _attention(change: Callable, *, in_one_process: bool = False) -> Fault:
     """Attention of the patched model is `change(attention, q, k, v, **arguments)`, in the group at least."""
-    original = patch.context_parallel_attention
+    original = patch.usp_attention
 
-    def attention(q, k, v, *, mesh, **kwargs):
-        if mesh.cp_size == 1 and not in_one_process:
-            return original(q, k, v, mesh=mesh, **kwargs)
-        return change(original, q, k, v, mesh=mesh, **kwargs)
+    def attention(q, k, v, *, comm, **kwargs):
+        if comm.mesh.cp_size == 1 and not in_one_process:
+            return original(q, k, v, comm=comm, **kwargs)
+        return change(original, q, k, v, comm=comm, **kwargs)
 
-    return mock.patch.object(patch, "context_parallel_attention", attention)
+    return mock.patch.object(patch, "usp_attention", attention)
 
 
 def one_document(model) -> Fault:
     """Attention takes the sample for one document (the borders are lost); the layout is contiguous, so slots stay."""
 
-    def change(attention, q, k, v, *, layout, **kwargs):
-        degrees = {"ring_degree": layout.ring_degree, "ulysses_degree": layout.ulysses_degree}
-        whole = SequenceLayout([layout.num_tokens], ContextParallelConfig(**degrees, layout="contiguous"))
-        return attention(q, k, v, layout=whole, **kwargs)
+    def change(attention, q, k, v, *, sample, config, **kwargs):
+        whole = SequenceLayout([sample.layout.num_tokens], replace(config, layout="contiguous"))
+        return attention(q, k, v, sample=PackedSample(whole), config=config, **kwargs)
 
     return _attention(change)
 
@@ -263,11 +264,11 @@ def wrong_query_gradients(model) -> Fault:
 def replicas_not_summed(model) -> Fault:
     """Only the first replica of a K/V head sends its gradient back; the heads are repeated here, not in Ulysses."""
 
-    def change(attention, q, k, v, *, mesh, **kwargs):
-        replicas = mesh.ulysses_size // k.shape[1]
-        is_first = (torch.arange(mesh.ulysses_size) % replicas == 0).view(1, -1, 1)
+    def change(attention, q, k, v, *, comm, **kwargs):
+        size, replicas = comm.mesh.ulysses_size, comm.mesh.ulysses_size // k.shape[1]
+        is_first = (torch.arange(size) % replicas == 0).view(1, -1, 1)
         k, v = (x.repeat_interleave(replicas, dim=1) for x in (k, v))
-        return attention(q, *(torch.where(is_first, x, x.detach()) for x in (k, v)), mesh=mesh, **kwargs)
+        return attention(q, *(torch.where(is_first, x, x.detach()) for x in (k, v)), comm=comm, **kwargs)
 
     return _attention(change)
 
