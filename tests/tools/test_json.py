@@ -63,7 +63,7 @@ def test_json_goes_to_a_file_and_one_verdict_is_printed(line, inputs, capsys):
     assert main(["recipes", "show", "nothing"]) == 2 and "REFUSED: " in capsys.readouterr().err
 
 
-def test_a_reader_that_has_enough_is_no_error():
+def test_a_reader_that_has_enough_is_not_an_error():
     """`hf-cp recipes list | head -0`: no traceback. The reader is gone before the first line is written."""
     command = ["bash", "-c", f"{sys.executable} -m hf_cp recipes list | true"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=100)

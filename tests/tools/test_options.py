@@ -62,7 +62,7 @@ def test_who_wins(monkeypatch):
     assert config_from_arguments(parse("--ring-degree", "2"), ring_degree=4).ring_degree == 4
 
 
-def test_an_excluded_field_is_no_option(capsys):
+def test_an_excluded_field_is_not_an_option(capsys):
     with pytest.raises(SystemExit):
         parse("--layout", "zigzag", exclude=("layout",))
     assert "--layout" in capsys.readouterr().err

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from hf_cp.output import OK, PROBLEM, Table, Verdict
@@ -49,24 +50,10 @@ class Check(NamedTuple):
     run: Callable[[Any], Finding]
 
 
-def ok(detail: str) -> Finding:
-    """Nothing to do."""
-    return Finding("ok", detail)
-
-
-def warn(detail: str, fix: str) -> Finding:
-    """The run works, but not as well as it could, or not surely."""
-    return Finding("warn", detail, fix)
-
-
-def fail(detail: str, fix: str) -> Finding:
-    """The run would not start, or be wrong."""
-    return Finding("fail", detail, fix)
-
-
-def skip(detail: str, fix: str = "") -> Finding:
-    """Not looked at; `detail` is the reason, `fix` what makes the check possible."""
-    return Finding("skip", detail, fix)
+ok = partial(Finding, "ok")  # nothing to do
+warn = partial(Finding, "warn")  # the run works, but not as well as it could, or not surely
+fail = partial(Finding, "fail")  # the run would not start, or be wrong
+skip = partial(Finding, "skip")  # not looked at; `detail` is the reason, `fix` what makes the check possible
 
 
 def missing(subject: Any, detail: str, fix: str) -> Finding:

@@ -44,7 +44,7 @@ def check_documents(subject: Subject) -> Finding:
     except (NotGiven, *UNREADABLE) as error:
         if subject.args.data is not None:
             raise
-        text = f"{str(error).splitlines()[0].rstrip('.')}; made-up documents stand in"
+        text = f"{str(error).splitlines()[0].rstrip('.')}; made-up documents take their place"
         if isinstance(error, NotGiven):
             return skip(text, "Give them with --data FILE.")
         return missing(subject, text, "Set dataset in train.yaml (from where the run starts), or try --data FILE.")

@@ -102,7 +102,7 @@ def _check_hub_weights(subject: Subject, name: str) -> Finding:
     try:
         is_cached = any(isinstance(try_to_load_from_cache(name, file), str) for file in WEIGHT_FILES)
     except HFValidationError:
-        return missing(subject, f"{name} is no folder here, and no hub name", "Make it, or correct the name.")
+        return missing(subject, f"{name} is not a folder here, nor a hub name", "Make it, or correct the name.")
     if is_cached:
         return ok(f"weights of {name} are in the cache of this machine")
     text = f"weights of {name} are not in the cache of this machine"

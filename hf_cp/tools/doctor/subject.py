@@ -186,7 +186,7 @@ class Subject:
 
     @property
     def loaded_name(self) -> str:
-        """What the run loads weights by: a `--model` that has sizes only stands in for that of train.yaml."""
+        """What the run loads weights by: that of train.yaml where `--model` has sizes only."""
         if self.args.model is not None and has_sizes_only(self.args.model):
             return str(self.train.get("model_name_or_path", self.args.model))
         return self.model_name
