@@ -1,12 +1,13 @@
 """Unified sequence parallelism (arXiv:2405.07719): Ulysses outside, a ring inside.
 
 An all-to-all gives this rank a whole ring shard of few heads, in order; an engine computes exact attention over all
-shards; a second all-to-all brings the local slots back. The loop over the head chunks is in [`usp_attention`].
+shards; a second all-to-all brings the local slots back. The loop over the head chunks is [`_attend`].
 """
 
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -33,11 +34,8 @@ def context_parallel_attention(
     *,
     mesh: ContextParallelMesh,
     layout: SequenceLayout,
-    causal: bool = True,
-    window: int | None = None,
-    scale: float | None = None,
-    kernel: str | None = None,
     config: ContextParallelConfig | None = None,
+    **settings: Any,
 ) -> torch.Tensor:
     """Exact attention of one packed sample that is sharded over `mesh`; call it on every rank of the group.
 
@@ -47,12 +45,9 @@ def context_parallel_attention(
         k, v (`torch.Tensor`): [n, G, D]; query head h uses K/V head h // (H / G).
         mesh (`ContextParallelMesh`): the processes.
         layout (`SequenceLayout`): the sample; documents do not see each other.
-        causal (`bool`): a token sees its document up to itself; else the whole document.
-        window (`int`, *optional*): a token sees the last `window` tokens of its document, itself included.
-        scale (`float`, *optional*): factor on the scores, 1 / sqrt(D) by default.
-        kernel (`str`, *optional*): overrides `config.kernel`.
         config (`ContextParallelConfig`, *optional*): engine, kernel and head chunks; by default those of a config
             with the mesh's degrees.
+        settings: `causal`, `window`, `scale` and `kernel`, see [`usp_attention`].
 
     Returns:
         `torch.Tensor` [n, H, D] in q's dtype; padding slots are zero.
@@ -61,16 +56,8 @@ def context_parallel_attention(
         ValueError: shapes, dtypes, heads, layout and mesh do not fit together, or the kernel cannot do what is asked.
             The check needs no communication, so every rank that is called alike raises alike.
     """
-    return usp_attention(
-        q, k, v,
-        sample=PackedSample(layout),
-        comm=Communicator(mesh),
-        config=config_of(mesh) if config is None else config,
-        causal=causal,
-        window=window,
-        scale=scale,
-        kernel=kernel,
-    )  # fmt: skip
+    config, sample = config_of(mesh) if config is None else config, PackedSample(layout)
+    return usp_attention(q, k, v, sample=sample, comm=Communicator(mesh), config=config, **settings)
 
 
 @torch.compiler.disable
@@ -93,37 +80,47 @@ def usp_attention(
     Args:
         sample (`PackedSample`): keeps the attention plans from call to call.
         comm (`Communicator`): counts and times what is sent.
+        causal (`bool`): a token sees its document up to itself; else the whole document.
+        window (`int`, *optional*): a token sees the last `window` tokens of its document, itself included.
+        scale (`float`, *optional*): factor on the scores, 1 / sqrt(D) by default.
+        kernel (`str`, *optional*): overrides `config.kernel`.
         memory (`Memory`, *optional*): what gradient checkpointing keeps of the forward pass.
     """
     q, k, v = (_as_autocast(x) for x in (q, k, v))
     _check(q, k, v, comm.mesh, sample.layout, config)
-    memory = NoMemory() if memory is None else memory
     plan = sample.attention_plan(causal=causal, window=window)
     engine, head_chunks = choose_ring(config, plan)
     chosen = _kernel_of_sample(kernel or config.kernel, q, v, plan)
     comm.progress.kernel, comm.progress.engine = chosen.name, engine.name
-    call = Call(
-        comm,
-        plan,
-        chosen,
-        q.shape[-1] ** -0.5 if scale is None else scale,
-        q.device,
-        q.dtype if config.grad_comm_dtype == "compute" else None,
-    )
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    call = Call(comm, plan, chosen, scale, q.device, q.dtype if config.grad_comm_dtype == "compute" else None)
     with torch.autocast(q.device.type, enabled=False):  # sums stay in the accumulator's dtype
-        if comm.mesh.ulysses_size == 1 and head_chunks == 1:
-            return BlockAttention.apply(q, k, v, engine, call, memory)
-        heads = HeadChunks(q, k, v, chunks=head_chunks, comm=comm, memory=memory)
-        result, leaving, coming = heads.empty_result(), None, heads.scatter(0)
-        for chunk in range(head_chunks):
-            arrived = heads.arrived(coming)
-            coming = heads.scatter(chunk + 1)  # travels while these heads are used
-            out = BlockAttention.apply(*arrived, engine, call, memory)  # [T, H / (u * chunks), D]
-            del arrived
-            going, leaving = leaving, heads.gather(out)
-            if going is not None:
-                result = heads.place(result, going, chunk - 1)  # it has travelled while these heads were used
-        return heads.place(result, leaving, head_chunks - 1).flatten(1, 3)
+        return _attend(q, k, v, engine, call, memory or NoMemory(), head_chunks)
+
+
+def _attend(
+    q: torch.Tensor,  # [n, H, D]
+    k: torch.Tensor,  # [n, G, D]
+    v: torch.Tensor,  # [n, G, D]
+    engine: Engine,
+    call: Call,
+    memory: Memory,
+    head_chunks: int,
+) -> torch.Tensor:  # [n, H, D]
+    """Tokens for heads, the ring, heads for tokens: one head chunk after another."""
+    if call.comm.mesh.ulysses_size == 1 and head_chunks == 1:
+        return BlockAttention.apply(q, k, v, engine, call, memory)
+    heads = HeadChunks(q, k, v, chunks=head_chunks, comm=call.comm, memory=memory)
+    result, leaving, coming = heads.empty_result(), None, heads.scatter(0)
+    for chunk in range(head_chunks):
+        arrived = heads.arrived(coming)
+        coming = heads.scatter(chunk + 1)  # travels while these heads are used
+        out = BlockAttention.apply(*arrived, engine, call, memory)  # [T, H / (u * chunks), D]
+        del arrived
+        going, leaving = leaving, heads.gather(out)
+        if going is not None:
+            result = heads.place(result, going, chunk - 1)  # it has travelled while these heads were used
+    return heads.place(result, leaving, head_chunks - 1).flatten(1, 3)
 
 
 def choose_ring(config: ContextParallelConfig, plan: AttentionPlan) -> tuple[Engine, int]:

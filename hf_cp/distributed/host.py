@@ -108,12 +108,10 @@ def agree(
 
     Args:
         what (`str`): what `digest` is of, for messages ("sample", "packing").
-        step (`int`): number of the micro-step.
-        digest (`int`): signed 64-bit hash of what must be equal.
+        step, digest, size (`int`): see [`Report`].
         is_exhausted (`bool`): this rank has no more samples.
         error (`Exception`, *optional*): what this rank's own work raised.
         scope (`str`): the digest must be equal within the context-parallel group (`"cp"`) or everywhere (`"world"`).
-        size (`int`): local slots of this rank's sample.
 
     Returns:
         `int`: the largest `size` of any rank.
@@ -127,6 +125,12 @@ def agree(
     reports = _gather(Report(status, step, digest, comm.mesh.dp_rank, size), what, comm)
     if any(report.status == Status.ERROR for report in reports):
         _raise_error(error, what, step, comm)
+    _compare(reports, what, scope)
+    return max(report.size for report in reports)
+
+
+def _compare(reports: list[Report], what: str, scope: str) -> None:
+    """Raises unless all ranks are at one step, and those of a scope hold the same."""
     expected, first = reports[0], {}
     for rank, report in enumerate(reports):
         if (report.status, report.step) != (expected.status, expected.step):
@@ -136,8 +140,7 @@ def agree(
             )
         peer = 0 if scope == "world" else first.setdefault(report.dp_rank, rank)
         if report.digest != reports[peer].digest:
-            _raise_difference(what, step, (peer, reports[peer]), (rank, report), scope)
-    return max(report.size for report in reports)
+            _raise_difference(what, report.step, (peer, reports[peer]), (rank, report), scope)
 
 
 def _gather(report: Report, what: str, comm: Communicator) -> list[Report]:

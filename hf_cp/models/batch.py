@@ -41,11 +41,7 @@ def agreed_sample(
     group takes together: peers that have their samples compare them now, and are told.
 
     Args:
-        tokens (`torch.Tensor`): [1, n] ids or [1, n, hidden_size] embeddings.
-        attention_mask: must be `None` or all ones of [1, n]; padding is the collator's business. A mask of pairs of
-            tokens, whatever it says, would be ignored: attention is causal within each document.
-        labels, shift_labels (`torch.Tensor`, *optional*): [1, n]; with labels there must be shift_labels.
-        sample (`PackedSample`, *optional*): of the batch.
+        tokens, attention_mask, labels, shift_labels: of the call; see `_local_fault` for what they must be.
         in_step (`bool`, *optional*, defaults to `False`): all ranks of the world call the same modules, as where
             weights are gathered from all of them for each call. Then they all compare, and the sample gets the
             `common_length` of the longest one.
@@ -67,14 +63,20 @@ def agreed_sample(
         error = None if fault is None else ValueError(fault)
         digest, size = (0, 0) if sample is None else (_digest(sample), sample.layout.local_length)
         return replace(sample, common_length=agree("sample", comm=comm, digest=digest, error=error, size=size))
+    _compare(sample, fault, comm)
+    return sample
+
+
+def _compare(sample: PackedSample | None, fault: str | None, comm: Communicator) -> None:
+    """Tells the group of this rank's fault, and raises for any fault or difference."""
     peers = gather_over_cp([fault is not None, 0 if sample is None else _digest(sample)], comm=comm)
     if fault is not None:
         raise ValueError(fault)
     bad = [cp_rank for cp_rank, (failed, _) in enumerate(peers) if failed]
     if bad:
         raise RuntimeError(
-            f"The batch of cp_rank {bad} (out of {mesh.cp_size}) is not valid; its own message is in the log of that "
-            "process. All ranks of the group stop."
+            f"The batch of cp_rank {bad} (out of {comm.mesh.cp_size}) is not valid; its own message is in the log of "
+            "that process. All ranks of the group stop."
         )
     if len({digest for _, digest in peers}) > 1:
         raise ValueError(
@@ -83,7 +85,6 @@ def agreed_sample(
             "  Every rank of a group must shard the same documents: use this package's loader, or one sampler seed "
             "for the group (accelerator.prepare deals other batches of a loader to every rank)."
         )
-    return sample
 
 
 def _digest(sample: PackedSample) -> int:
@@ -99,6 +100,14 @@ def _local_fault(
     sample: PackedSample | None,
     mesh: ContextParallelMesh,
 ) -> str | None:
+    """What is wrong with a batch.
+
+    Args:
+        tokens (`torch.Tensor`): [1, n] ids or [1, n, hidden_size] embeddings.
+        attention_mask: must be `None` or all ones of [1, n]; padding is the collator's business. A mask of pairs of
+            tokens, whatever it says, would be ignored: attention is causal within each document.
+        labels, shift_labels (`torch.Tensor`, *optional*): [1, n]; with labels there must be shift_labels.
+    """
     if sample is None:
         return (
             "The batch has no hf_cp_sample while context parallelism is on, so it did not come from "
