@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import networkx
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -17,6 +18,7 @@ PACKAGE = ROOT / "hf_cp"
 # Imports point downwards only: a part may import itself and what stands in its row.
 BASE = {"config", "environment", "output"}
 MAY_IMPORT = {
+    "_compat": set(),
     "config": set(),
     "environment": set(),
     "output": set(),
@@ -84,7 +86,7 @@ def wrong_imports(source: str, module: str, is_package: bool = False) -> list[st
     part = part_of(module)
     if part not in MAY_IMPORT:  # hf_cp/__init__.py and hf_cp/__main__.py
         return []
-    allowed = MAY_IMPORT[part] | {part}
+    allowed = MAY_IMPORT[part] | {part, "_compat"}
     found = own_imports(ast.parse(source), module, is_package)
     return [name for name in found if part_of(name) in MAY_IMPORT and part_of(name) not in allowed]
 
@@ -150,6 +152,23 @@ def test_imports_point_downwards_only(path: Path) -> None:
     assert part_of(module_name(path)) in {*MAY_IMPORT, "hf_cp", "__main__"}, "add the new part to MAY_IMPORT"
     wrong = wrong_imports(path.read_text(), module_name(path), path.name == "__init__.py")
     assert wrong == [], f"hf_cp.{part_of(module_name(path))} may not import {wrong}"
+
+
+def import_circles(sources: dict[str, str]) -> list[list[str]]:
+    """Groups of modules that import each other, type checking and imports inside of functions included."""
+    graph = networkx.DiGraph()
+    for module, source in sources.items():
+        for name in own_imports(ast.parse(source), module, is_package=False):
+            if name in sources and name != module:
+                graph.add_edge(module, name)
+    return [sorted(group) for group in networkx.strongly_connected_components(graph) if len(group) > 1]
+
+
+def test_there_are_no_circles() -> None:
+    sources = {module_name(path): path.read_text() for path in modules() if path.name != "__init__.py"}
+    assert import_circles(sources) == []
+    planted = {"hf_cp.a": "if TYPE_CHECKING:\n    from hf_cp.b import B", "hf_cp.b": "def f():\n    import hf_cp.a"}
+    assert import_circles(planted) == [["hf_cp.a", "hf_cp.b"]]
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
