@@ -96,20 +96,3 @@ def running_as(model: nn.Module, config: ContextParallelConfig, mesh: ContextPar
     finally:
         for module in holders:
             setattr(module, STATE_NAME, state)
-
-
-@contextmanager
-def running_as(model: nn.Module, config: ContextParallelConfig, mesh: ContextParallelMesh) -> Iterator[nn.Module]:
-    """Inside, the patched model runs with other settings on other processes; the same state comes back afterwards.
-
-    The state is exchanged, not written into, and the patch stays, so whatever stands around `forward` stays too.
-    """
-    holders, state = [m for m in model.modules() if STATE_NAME in vars(m)], context_parallel_state(model)
-    other = replace(state, config=config, comm=Communicator(mesh))
-    try:
-        for module in holders:
-            setattr(module, STATE_NAME, other)
-        yield model
-    finally:
-        for module in holders:
-            setattr(module, STATE_NAME, state)
