@@ -27,7 +27,8 @@ from hf_cp.verify.errors import (
     tensor_errors,
     token_losses_of,
 )
-from hf_cp.verify.runs import Run, Sample, count_targets, in_fp32, run_sgd
+from hf_cp.verify.inputs import count_targets
+from hf_cp.verify.runs import Run, Sample, in_fp32, run_sgd
 
 EXACT = 1e-10  # fp64, where transformers' fp32 loss has no part
 

@@ -122,6 +122,16 @@ def whole_sample(documents: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, 
     return {name: torch.tensor([values], dtype=torch.int64) for name, values in columns.items()}
 
 
+def count_targets(batch: Mapping[str, Any]) -> torch.Tensor:
+    """Targets of a batch, int64 []."""
+    return (batch["shift_labels"] != IGNORE_INDEX).sum()
+
+
+def to_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """The batch with its tensors on `device`; the layout stays on the host."""
+    return {name: value.to(device) if torch.is_tensor(value) else value for name, value in batch.items()}
+
+
 def _truncate(config: PreTrainedConfig, layers: int | None) -> None:
     """Keeps the first `layers` layers; lists with an entry for each layer are cut too."""
     if layers is None:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hf_cp.config import IGNORE_INDEX, ContextParallelConfig
+from hf_cp.config import ContextParallelConfig
 from hf_cp.data.collator import DataCollatorForContextParallel
 from hf_cp.distributed.collectives import sum_over_cp
 from hf_cp.distributed.communicator import Communicator
@@ -27,7 +27,7 @@ from hf_cp.distributed.mesh import ContextParallelMesh
 from hf_cp.models.patch import context_parallel_disabled, context_parallel_state, running_as
 from hf_cp.sequence.layout import SequenceLayout
 from hf_cp.sequence.sample import SAMPLE_KEY
-from hf_cp.verify.inputs import trainable_parameters, whole_sample
+from hf_cp.verify.inputs import count_targets, to_device, trainable_parameters, whole_sample
 
 ZERO_INIT_STD = 0.02  # spread of the random numbers that replace all-zero trainable parameters
 FP16_LOSS_SCALE = 1024.0
@@ -287,16 +287,6 @@ def without_rope(decoder: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-def count_targets(batch: Mapping[str, Any]) -> torch.Tensor:
-    """Targets of a batch, int64 []."""
-    return (batch["shift_labels"] != IGNORE_INDEX).sum()
-
-
-def to_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """The batch with its tensors on `device`; the layout stays on the host."""
-    return {name: value.to(device) if torch.is_tensor(value) else value for name, value in batch.items()}
 
 
 def _inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
