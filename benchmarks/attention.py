@@ -16,7 +16,6 @@ against contiguous slices with an all-gather, and the bytes that each of them se
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,9 +24,13 @@ import torch
 import torch.distributed as dist
 from measure import Seconds, interleaved, on_processes, ratio
 
-from hf_cp import ContextParallelConfig, ContextParallelMesh, SequenceLayout, context_parallel_attention
+from hf_cp import ContextParallelConfig, ContextParallelMesh, SequenceLayout
 from hf_cp.attention.kernels import CpuFlashKernel, plan_calls
+from hf_cp.attention.usp import usp_attention
+from hf_cp.distributed.communicator import Communicator
+from hf_cp.output import print_json
 from hf_cp.sequence.plan import AttentionPlan
+from hf_cp.sequence.sample import PackedSample
 from hf_cp.sequence.tiles import Tile
 
 WORLD_SIZE = 2
@@ -76,7 +79,7 @@ def packed_rows(args: argparse.Namespace):
         yield f"{name}, {total:,} tokens", [int(n) for n in np.diff(ends, prepend=0) if n > 0]
 
 
-def random_rows(num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int) -> list[torch.Tensor]:
+def random_tensors(num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int) -> list[torch.Tensor]:
     """q, k, v and grad_out, [tokens, heads, head_dim]."""
     return [torch.randn(num_tokens, h, head_dim) for h in (num_heads, num_kv_heads, num_kv_heads, num_heads)]
 
@@ -85,9 +88,9 @@ def measure_one_document(doc_lengths: list[int], args: argparse.Namespace) -> tu
     (tokens,) = doc_lengths
     variants = {"one process": kernel_calls([Tile(0, tokens, 0, tokens, None, 0)], tokens, 1, args)}
     for name, config in VARIANTS.items():
-        mesh = ContextParallelMesh(config)
-        variants[name] = sharded(doc_lengths, mesh, args)
-        variants[f"{name}, calls alone"] = calls_alone(doc_lengths, mesh, args)
+        comm = Communicator(ContextParallelMesh(config))
+        variants[name] = sharded(doc_lengths, config, comm, args)
+        variants[f"{name}, calls alone"] = calls_alone(doc_lengths, config, comm.mesh, args)
     variants |= peers(tokens, args)
     return interleaved(variants, args.rounds), {}
 
@@ -95,30 +98,33 @@ def measure_one_document(doc_lengths: list[int], args: argparse.Namespace) -> tu
 def measure_packed(doc_lengths: list[int], args: argparse.Namespace) -> tuple[Seconds, dict]:
     variants, sent = {}, {}
     for name, config in PACKED.items():
-        mesh = ContextParallelMesh(config)
-        variants[name] = sharded(doc_lengths, mesh, args)
-        mesh.traffic.reset()
+        comm = Communicator(ContextParallelMesh(config))
+        variants[name] = sharded(doc_lengths, config, comm, args)
         variants[name]()
-        bytes_sent = torch.tensor(mesh.traffic.ring_bytes)
+        bytes_sent = torch.tensor(comm.ring_bytes)
         dist.all_reduce(bytes_sent)
         sent[name] = int(bytes_sent)
     return interleaved(variants, args.rounds), sent
 
 
-def sharded(doc_lengths: list[int], mesh: ContextParallelMesh, args: argparse.Namespace) -> Callable[[], None]:
-    layout = SequenceLayout(doc_lengths, mesh.config)
-    *qkv, grad_out = random_rows(layout.local_length, args.num_heads, args.num_kv_heads, args.head_dim)
+def sharded(
+    doc_lengths: list[int], config: ContextParallelConfig, comm: Communicator, args: argparse.Namespace
+) -> Callable[[], None]:
+    sample = PackedSample(SequenceLayout(doc_lengths, config))
+    *qkv, grad_out = random_tensors(sample.layout.local_length, args.num_heads, args.num_kv_heads, args.head_dim)
 
     def run() -> None:
         q, k, v = (x.detach().requires_grad_() for x in qkv)
-        context_parallel_attention(q, k, v, mesh=mesh, layout=layout).backward(grad_out)
+        usp_attention(q, k, v, sample=sample, comm=comm, config=config).backward(grad_out)
 
     return run
 
 
-def calls_alone(doc_lengths: list[int], mesh: ContextParallelMesh, args: argparse.Namespace) -> Callable[[], None]:
+def calls_alone(
+    doc_lengths: list[int], config: ContextParallelConfig, mesh: ContextParallelMesh, args: argparse.Namespace
+) -> Callable[[], None]:
     """This rank's own kernel calls, on local data."""
-    layout, rank = SequenceLayout(doc_lengths, mesh.config), mesh.ring_rank
+    layout, rank = SequenceLayout(doc_lengths, config), mesh.ring_rank
     plan = AttentionPlan(layout)
     tiles = [tile for source in range(mesh.ring_size) for tile in plan.tiles(rank, source)]
     return kernel_calls(tiles, layout.ring_shard_length, mesh.ulysses_size, args)
@@ -128,7 +134,7 @@ def kernel_calls(tiles: list[Tile], num_queries: int, ulysses: int, args: argpar
     """Forward and backward of the calls that `tiles` need, nothing else."""
     num_tokens = max(num_queries, *(tile.k_slots.stop for tile in tiles))
     heads = (args.num_heads // ulysses, args.num_kv_heads // ulysses)
-    q, k, v, grad_out = random_rows(num_tokens, *heads, args.head_dim)
+    q, k, v, grad_out = random_tensors(num_tokens, *heads, args.head_dim)
     kernel, scale = CpuFlashKernel(), args.head_dim**-0.5
     groups = plan_calls(tiles, kernel, q.device)
 
@@ -144,7 +150,7 @@ def kernel_calls(tiles: list[Tile], num_queries: int, ulysses: int, args: argpar
 def peers(tokens: int, args: argparse.Namespace) -> dict[str, Callable[[], None]]:
     from peers import TorchRing, hand_written_ulysses
 
-    *qkv, grad_out = random_rows(tokens // WORLD_SIZE, args.num_heads, args.num_kv_heads, args.head_dim)
+    *qkv, grad_out = random_tensors(tokens // WORLD_SIZE, args.num_heads, args.num_kv_heads, args.head_dim)
     head_major = [x.transpose(0, 1).unsqueeze(0).contiguous() for x in qkv]
     grad_head_major = grad_out.transpose(0, 1).unsqueeze(0).contiguous()
 
@@ -199,7 +205,7 @@ def report_packed(name: str, seconds: Seconds, sent: dict) -> dict:
 
 def save(tables: dict, heads: str, args: argparse.Namespace) -> None:
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.with_suffix(".json").write_text(json.dumps({"settings": heads, "rows": tables}, indent=1) + "\n")
+    print_json({"settings": heads, "rows": tables}, args.output.with_suffix(".json"))
     if args.packed:
         return
     import matplotlib

@@ -10,7 +10,6 @@ kernel calls: what cutting a row into tiles costs on this device. Exit status 1 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from itertools import product
 from pathlib import Path
@@ -26,6 +25,7 @@ from hf_cp.attention.kernels import (
     fast_kernels,
     plan_calls,
 )
+from hf_cp.output import print_json
 from hf_cp.sequence.plan import AttentionPlan
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 8, 2, 128
@@ -47,7 +47,7 @@ def main() -> None:
     times = [timing for kernel in kernels(device) for timing in time_kernel(kernel, args, device)]
     if args.output is not None:
         result = {"device": name, "torch": torch.__version__, "checks": checks, "times": times}
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
+        print_json(result, args.output)
     failed = [check for check in checks if not check["ok"]]
     print(f"{len(checks) - len(failed)} of {len(checks)} checks passed.")
     raise SystemExit(1 if failed else 0)

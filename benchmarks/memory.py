@@ -17,7 +17,6 @@ Offloading needs an accelerator for its pinned memory. Here a stand-in moves the
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +31,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_cp import ContextParallelConfig, SequenceLayout, apply_context_parallel
 from hf_cp.models.patch import context_parallel_state
+from hf_cp.output import print_json
 from hf_cp.sequence.sample import PackedSample
 
 MIB = 2**20
@@ -100,7 +100,7 @@ def main() -> None:
     if args.output:
         settings = {name: value for name, value in vars(args).items() if name != "output"}
         content = {"settings": settings, "mlp_chunk_tokens": MLP_CHUNK_TOKENS, "rows": rows}
-        args.output.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n")
+        print_json(content, args.output.with_suffix(".json"))
 
 
 def measure_all(degrees: list[str], num_tokens: int, hidden_size: int, num_layers: int) -> list[dict[str, Any]]:

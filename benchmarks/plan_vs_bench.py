@@ -21,9 +21,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from prices import TOLERANCE, Pair, Priced, compare, price_all
+
 from hf_cp.output import OK, PROBLEM, Table, Verdict, print_json
 from hf_cp.planning.devices import find_device
-from hf_cp.tools.bench.prices import TOLERANCE, Pair, Priced, compare, price_all
 
 # of each kind some: Ulysses, a ring in three ways, layouts that balance and one that does not, few and many K/V heads,
 # one document and many

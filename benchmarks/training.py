@@ -21,7 +21,6 @@ against the untouched model in fp64.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,8 @@ import numpy as np
 from fresh import busy_core, run_fresh
 from measure import ratio
 from training_step import Case, Measured, Sizes, busy_step, measured_step
+
+from hf_cp.output import print_json
 
 ONE, TWO = "one process", "ring 2"
 CASES = ["full:2048:2", "lora:2048:2", "full:4096:1", "lora:4096:1", "lora:8192:1"]
@@ -137,7 +138,7 @@ def share(table: dict[str, Any], name: str, to: str) -> str:
 def save(tables: list[dict[str, Any]], peers: dict[str, Any] | None, args: argparse.Namespace) -> None:
     args.output.parent.mkdir(parents=True, exist_ok=True)
     content = {"model": "SmolLM2-135M, random weights, fp32", "cases": tables, "peers": peers}
-    args.output.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n")
+    print_json(content, args.output.with_suffix(".json"))
     import matplotlib
 
     matplotlib.use("Agg")

@@ -29,6 +29,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))  # for the hosts, which belong to the tests
 
+from hf_cp.output import print_json  # noqa: E402
 from tests.multihost.hosts import Hosts, missing, two_hosts  # noqa: E402
 
 RANK_SCRIPT = Path(__file__).with_name("two_hosts_rank.py")
@@ -144,7 +145,7 @@ def seconds(row: dict[str, Any]) -> float:
 def save(results: dict[str, Any], args: argparse.Namespace) -> None:
     args.output.parent.mkdir(parents=True, exist_ok=True)
     settings = {name: value for name, value in vars(args).items() if name != "output"}
-    args.output.with_suffix(".json").write_text(json.dumps({"settings": settings, "rates": results}, indent=1) + "\n")
+    print_json({"settings": settings, "rates": results}, args.output.with_suffix(".json"))
     import matplotlib
 
     matplotlib.use("Agg")

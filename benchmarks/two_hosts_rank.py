@@ -23,6 +23,7 @@ from attention import kernel_calls, sharded
 
 from hf_cp import ContextParallelConfig, ContextParallelMesh
 from hf_cp.distributed.collectives import start_hop
+from hf_cp.distributed.communicator import Communicator
 from hf_cp.planning.devices import Device
 from hf_cp.planning.memory import Training
 from hf_cp.planning.model_shape import ModelShape
@@ -60,8 +61,8 @@ SPLITS = {
 
 
 @cache
-def mesh_of(split: Split) -> ContextParallelMesh:
-    return ContextParallelMesh(split.config, "cpu", ranks=split.ranks)
+def comm_of(split: Split) -> Communicator:
+    return Communicator(ContextParallelMesh(split.config, "cpu", ranks=split.ranks))
 
 
 def main() -> None:
@@ -87,9 +88,9 @@ def shape_of(heads: str, head_dim: int) -> Namespace:
 def measure(shape: Namespace, settings: dict[str, Any], device: Device) -> list[dict[str, Any]]:
     """Every split in every round, after one run each on a short row."""
     tokens = settings["tokens"]
-    runs = {name: sharded([tokens], mesh_of(split), shape) for name, split in SPLITS.items()}
+    runs = {name: sharded([tokens], split.config, comm_of(split), shape) for name, split in SPLITS.items()}
     for split in SPLITS.values():
-        sharded([WARM_UP_TOKENS], mesh_of(split), shape)()
+        sharded([WARM_UP_TOKENS], split.config, comm_of(split), shape)()
     times: dict[str, list[tuple[float, int]]] = {name: [] for name in runs}
     for _ in range(settings["rounds"]):
         for name, run in runs.items():
@@ -126,14 +127,14 @@ def sent_bytes() -> int:
 
 def measured_device(tokens: int, shape: Namespace) -> Device:
     """The planner's inputs: all processes compute, or send, at the same time."""
-    across = mesh_of(SPLITS["ring 2 across, Ulysses 2 inside, p2p"])
-    inside = mesh_of(SPLITS["Ulysses 2 across, ring 2 inside, p2p"])
+    across = comm_of(SPLITS["ring 2 across, Ulysses 2 inside, p2p"])
+    inside = comm_of(SPLITS["Ulysses 2 across, ring 2 inside, p2p"])
     inter, intra = link(across), link(inside)
     speed = fit_kernel([kernel_rate(n, shape) for n in (tokens // 2, tokens // 8)])
     kernel = causal_calls(tokens // 2, shape)
     inter_overlap, intra_overlap = (
-        hidden_share(kernel, int(min(bandwidth * usual(kernel) / 2, MESSAGES[-1])), mesh, rounds=REPEATS)
-        for mesh, (bandwidth, _) in ((across, inter), (inside, intra))
+        hidden_share(kernel, int(min(bandwidth * usual(kernel) / 2, MESSAGES[-1])), comm, rounds=REPEATS)
+        for comm, (bandwidth, _) in ((across, inter), (inside, intra))
     )
     return Device(
         name="two hosts",
@@ -152,15 +153,15 @@ def measured_device(tokens: int, shape: Namespace) -> Device:
     )
 
 
-def link(mesh: ContextParallelMesh) -> tuple[float, float]:
+def link(comm: Communicator) -> tuple[float, float]:
     """(bytes per second, latency) of a hop in both directions at once, fitted as `hf-cp bench` does."""
-    latency, rate, _ = fit([Point(1, num_bytes, usual(hop(num_bytes, mesh))) for num_bytes in MESSAGES])
+    latency, rate, _ = fit([Point(1, num_bytes, usual(hop(num_bytes, comm))) for num_bytes in MESSAGES])
     return rate, latency
 
 
-def hop(num_bytes: int, mesh: ContextParallelMesh) -> Callable[[], None]:
+def hop(num_bytes: int, comm: Communicator) -> Callable[[], None]:
     tensor = torch.zeros(num_bytes, dtype=torch.uint8)
-    return lambda: start_hop(tensor, mesh, received_rows=num_bytes).wait()
+    return lambda: start_hop(tensor, comm, received_length=num_bytes).wait()
 
 
 def kernel_rate(tokens: int, shape: Namespace) -> tuple[float, float]:
@@ -183,7 +184,7 @@ def usual(run: Callable[[], None]) -> float:
 
 def estimate(split: Split, tokens: int, shape: Namespace, device: Device) -> float:
     """Seconds of one attention layer, as `hf-cp plan` prices it."""
-    if split.is_swapped:  # the planner puts Ulysses inside a node, so the two links trade places
+    if split.is_swapped:  # the planner puts Ulysses inside a node, so the two links change places
         device = Device(
             **asdict(device)
             | {

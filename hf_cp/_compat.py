@@ -55,6 +55,30 @@ def aten_flash() -> ForwardBackward:
     return ForwardBackward(torch.ops.aten._flash_attention_forward, torch.ops.aten._flash_attention_backward)
 
 
+def storage_key(tensor: Any) -> int:
+    """What is equal for tensors that share their storage, also where it is empty."""
+    return tensor.untyped_storage()._cdata
+
+
+@contextmanager
+def results_of_operators(see: Callable[[Any], None]) -> Iterator[None]:
+    """Inside, `see` gets every tensor that an operator gives back, below autograd."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    class Seeing(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            for x in tree_leaves(result):
+                if isinstance(x, torch.Tensor):
+                    see(x)
+            return result
+
+    with Seeing():
+        yield
+
+
 # accelerate -------------------------------------------------------------------------------------------------------
 
 

@@ -112,10 +112,18 @@ class Table:
 def to_json(value: Any) -> str:
     """`value` as strict JSON: dataclasses become objects; NaN and infinities, which JSON lacks, strings.
 
-    >>> to_json({"error": math.inf})
-    '{\\n  "error": "inf"\\n}'
+    Each item of a list of objects has one line, however long, so that files of records have as many lines.
+
+    >>> print(to_json({"error": math.inf, "steps": [{"step": 1}, {"step": 2}]}))
+    {
+      "error": "inf",
+      "steps": [
+        {"step": 1},
+        {"step": 2}
+      ]
+    }
     """
-    return json.dumps(_plain(value), indent=2, allow_nan=False)
+    return _indented(_plain(value), "")
 
 
 def print_json(value: Any, path: str | os.PathLike) -> None:
@@ -169,3 +177,16 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return str(value) if isinstance(value, os.PathLike) else value
+
+
+def _indented(value: Any, indent: str) -> str:
+    """Objects with a line for each value, lists of objects with a line for each item, all else on one line."""
+    inner = indent + "  "
+    if isinstance(value, dict) and value:
+        items = [f"{json.dumps(key)}: {_indented(item, inner)}" for key, item in value.items()]
+    elif isinstance(value, list) and any(isinstance(item, dict | list) for item in value):
+        items = [json.dumps(item, allow_nan=False) for item in value]
+    else:
+        return json.dumps(value, allow_nan=False)
+    start, end = "{}" if isinstance(value, dict) else "[]"
+    return f"{start}\n{inner}" + f",\n{inner}".join(items) + f"\n{indent}{end}"

@@ -2,13 +2,13 @@
 
 A link is fitted as seconds = messages x latency + bytes / bandwidth over messages of several sizes; every point's
 relative error weighs the same. Groups inside a node and groups over nodes are different links, and so are hops of a
-ring and trades of tokens for heads, which pack and unpack what they send. Invariant: what was not measured is not
+ring and all-to-alls of Ulysses, which pack and unpack what they send. Invariant: what was not measured is not
 reported; the planner keeps its own value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,16 +16,22 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from hf_cp.attention.ulysses import attend_by_heads
+from hf_cp.attention.recompute import NoMemory
+from hf_cp.attention.ulysses import HeadChunks
 from hf_cp.config import ContextParallelConfig
 from hf_cp.distributed.collectives import start_hop
-from hf_cp.distributed.mesh import ContextParallelMesh
+from hf_cp.distributed.communicator import Communicator
+from hf_cp.output import Table
 from hf_cp.planning.step_time import GIGA, TERA
 from hf_cp.sequence.costs import AttentionShape, attention_flops, ulysses_bytes
 from hf_cp.tools.bench.cases import Case, Setting
-from hf_cp.tools.bench.measure import NOISE, Meshes, Run, Spread, Subject, measure, timed
+from hf_cp.tools.bench.measure import Communicators, Run, Subject, measure, timed
+from hf_cp.tools.bench.results import NOISE, Spread
 
-__all__ = ["Calibration", "Link", "calibrate", "fit", "fit_kernel", "hidden_share"]
+__all__ = ["Calibration", "Link", "calibrate", "calibration_table", "fit", "fit_kernel", "hidden_share"]
+
+HOP, ALL_TO_ALL = "hop", "all-to-all"
+FIELDS = {HOP: "", ALL_TO_ALL: "_trade"}  # of the planner's `Device`, as in intra_trade_gbs
 
 
 class Sizes(NamedTuple):
@@ -56,7 +62,7 @@ class Link:
     """A process's way out to the others of its group.
 
     Attributes:
-        kind (`str`): "hop" (send and receive around the ring) or "trade" (of tokens for heads: Ulysses).
+        kind (`str`): "hop" (send and receive around the ring) or "all-to-all" (Ulysses).
         ranks (`int`): size of the group.
         in_node (`bool`): whether all its ranks are on one node.
         points (`list[Point]`): what was measured.
@@ -94,28 +100,30 @@ class Calibration:
 
 
 def calibrate(
-    setting: Setting, meshes: Meshes, base: ContextParallelConfig, *, per_node: int, quick: bool
+    setting: Setting, comms: Communicators, base: ContextParallelConfig, *, per_node: int, quick: bool
 ) -> Calibration:
     """Measures this machine; all ranks must call it.
 
     Args:
         setting (`Setting`): heads, dtype and length of the document on which the kernel is timed.
-        meshes (`Meshes`): made so far.
+        comms (`Communicators`): made so far.
         base (`ContextParallelConfig`): names the kernel.
         per_node (`int`): consecutive ranks on a node.
         quick (`bool`): few and small messages.
     """
-    sizes = SIZES["quick" if quick else meshes.device_type]
-    alone = _with_degrees(base, 1, 1)
-    long, short = (_attention(part, alone, meshes, sizes) for part in (setting, _shortened(setting)))
-    kernel = fit_kernel([_rate(setting, long), _rate(_shortened(setting), short)])
-    matmul = _matmul(setting.torch_dtype, meshes.of(alone), sizes)
+    lab = _Lab(comms, base, SIZES["quick" if quick else comms.device_type])
+    short_setting = replace(setting, doc_lengths=(max(1, setting.num_tokens // 8),))
+    long, short = lab.attention(setting), lab.attention(short_setting)
+    kernel = fit_kernel([_rate(setting, long), _rate(short_setting, short)])
+    matmul = lab.matmul(setting.torch_dtype)
     links: list[Link] = []
-    for span in _spans(meshes.of(alone).world_size, per_node):
-        hop, trade = (_link(kind, span, span <= per_node, meshes, sizes, base) for kind in ("hop", "trade"))
-        links += [_with_overlap(hop, _shortened(setting), short.median, meshes, sizes, base), trade]
-    matmul_tflops = 2.0 * sizes.matrix**3 / matmul.median / TERA
-    device = _device(links, kernel, matmul_tflops, meshes.device_type)
+    world_size = lab.comm(1, 1).mesh.world_size
+    for span in sorted({span for span in (per_node, world_size) if span > 1}):  # a node; the world if it has more
+        for kind in (HOP, ALL_TO_ALL):
+            link = lab.link(kind, span, in_node=span <= per_node)
+            links.append(lab.with_overlap(link, short_setting, short.median) if kind == HOP else link)
+    matmul_tflops = 2.0 * lab.sizes.matrix**3 / matmul.median / TERA  # a product and a sum for each of n^3 terms
+    device = _device(links, kernel, matmul_tflops, comms.device_type)
     return Calibration(links, long, kernel.tflops, matmul, matmul_tflops, device)
 
 
@@ -165,37 +173,49 @@ def fit(points: Sequence[Point]) -> tuple[float, float, float]:
     return float(latency), float(1 / per_byte), residual
 
 
-def _spans(world_size: int, per_node: int) -> Iterator[int]:
-    """Sizes of groups of consecutive ranks: a whole node, and the whole world where it has more than one."""
-    yield from sorted({span for span in (per_node, world_size) if span > 1})
+class _Lab(NamedTuple):
+    """What all measurements of a calibration share."""
+
+    comms: Communicators
+    base: ContextParallelConfig
+    sizes: Sizes
+
+    def config(self, ring: int, ulysses: int) -> ContextParallelConfig:
+        return replace(self.base, ring_degree=ring, ulysses_degree=ulysses, head_chunks=1, force=True)
+
+    def comm(self, ring: int, ulysses: int) -> Communicator:
+        return self.comms.of(self.config(ring, ulysses))
+
+    def attention(self, setting: Setting) -> Spread:
+        """One causal document in every process at the same time: forward and backward pass of the kernel."""
+        (result,) = measure([Case(setting, self.config(1, 1))], self.comms, rounds=self.sizes.rounds, warm_up=1)
+        return result.seconds
+
+    def matmul(self, dtype: torch.dtype) -> Spread:
+        """A product of square matrices, in every process at the same time."""
+        side, device = self.sizes.matrix, self.comms.device_type
+        left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+        return Spread.of(_slowest([partial(torch.matmul, left, right)], self.comm(1, 1), self.sizes.rounds)[:, 0])
+
+    def link(self, kind: str, span: int, *, in_node: bool) -> Link:
+        comm = self.comm(span, 1) if kind == HOP else self.comm(1, span)
+        points = []
+        for num_bytes in self.sizes.messages:
+            run, messages, sent = (_hop if kind == HOP else _all_to_all)(num_bytes, comm)
+            seconds = np.median(_slowest([run], comm, self.sizes.rounds))
+            points.append(Point(messages, sent, float(seconds)))
+        return Link(kind, span, in_node, points, *fit(points))
+
+    def with_overlap(self, hop: Link, setting: Setting, seconds: float) -> Link:
+        """Beside the kernel on `setting`, which takes `seconds`: twice as long as what is sent."""
+        kernel = Subject(Case(setting, self.config(1, 1)), self.comm(1, 1)).attend
+        smallest, *_, largest = self.sizes.messages
+        num_bytes = int(np.clip(hop.bytes_per_second * seconds / 2, smallest, largest))
+        share = hidden_share(kernel, num_bytes, self.comm(hop.ranks, 1), rounds=self.sizes.rounds)
+        return replace(hop, overlap=share)
 
 
-def _with_degrees(base: ContextParallelConfig, ring: int, ulysses: int) -> ContextParallelConfig:
-    return replace(base, ring_degree=ring, ulysses_degree=ulysses, head_chunks=1, force=True)
-
-
-def _link(kind: str, span: int, in_node: bool, meshes: Meshes, sizes: Sizes, base: ContextParallelConfig) -> Link:
-    mesh = meshes.of(_with_degrees(base, *((span, 1) if kind == "hop" else (1, span))))
-    make = _hop if kind == "hop" else _trade
-    points = []
-    for num_bytes in sizes.messages:
-        run, messages, sent = make(num_bytes, mesh)
-        seconds = [max(timed(run, mesh)) for _ in range(sizes.rounds + 1)][1:]
-        points.append(Point(messages, sent, float(np.median(seconds))))
-    return Link(kind, span, in_node, points, *fit(points))
-
-
-def _with_overlap(
-    hop: Link, setting: Setting, seconds: float, meshes: Meshes, sizes: Sizes, base: ContextParallelConfig
-) -> Link:
-    """Beside the kernel on `setting`, which takes `seconds`: twice as long as what is sent."""
-    kernel = Subject(Case(setting, _with_degrees(base, 1, 1)), meshes).attend
-    num_bytes = int(np.clip(hop.bytes_per_second * seconds / 2, sizes.messages[0], sizes.messages[-1]))
-    mesh = meshes.of(_with_degrees(base, hop.ranks, 1))
-    return replace(hop, overlap=hidden_share(kernel, num_bytes, mesh, rounds=sizes.rounds))
-
-
-def hidden_share(kernel: Run, num_bytes: int, mesh: ContextParallelMesh, *, rounds: int) -> float:
+def hidden_share(kernel: Run, num_bytes: int, comm: Communicator, *, rounds: int) -> float:
     """Share of a hop's time that arithmetic beside it hides, from 0 to 1.
 
     1 - (both together - the kernel alone) / the hop alone, medians over the rounds of the slowest rank's time.
@@ -204,71 +224,53 @@ def hidden_share(kernel: Run, num_bytes: int, mesh: ContextParallelMesh, *, roun
         kernel (`Callable`): runs longer than the hop.
         num_bytes (`int`): of the hop, over the ring axis.
     """
-    tensor = torch.zeros(num_bytes, dtype=torch.uint8, device=mesh.device_type)
+    tensor = torch.zeros(num_bytes, dtype=torch.uint8, device=comm.mesh.device_type)
 
     def hop(meanwhile: Run = lambda: None) -> None:
-        received = start_hop(tensor, mesh, received_rows=num_bytes)
+        received = start_hop(tensor, comm, received_length=num_bytes)
         meanwhile()
         received.wait()
 
-    runs = (kernel, hop, partial(hop, kernel))
-    alone, sent, together = np.median(
-        [[max(timed(run, mesh)) for run in runs] for _ in range(rounds + 1)][1:],  # the first one warms up
-        axis=0,
-    )
+    alone, sent, together = np.median(_slowest([kernel, hop, partial(hop, kernel)], comm, rounds), axis=0)
     return float(np.clip(1 - (together - alone) / sent, 0.0, 1.0))
 
 
-def _hop(num_bytes: int, mesh: ContextParallelMesh) -> tuple[Run, int, int]:
+def _slowest(runs: Sequence[Run], comm: Communicator, rounds: int) -> np.ndarray:
+    """Seconds [rounds, runs] of the slowest rank; the runs take turns, and a first round warms up."""
+    return np.array([[max(timed(run, comm)) for run in runs] for _ in range(rounds + 1)][1:])
+
+
+def _hop(num_bytes: int, comm: Communicator) -> tuple[Run, int, int]:
     """(what is timed, messages, bytes that leave)."""
-    tensor = torch.zeros(num_bytes, dtype=torch.uint8, device=mesh.device_type)
-    return lambda: start_hop(tensor, mesh, received_rows=num_bytes).wait(), 1, num_bytes
+    tensor = torch.zeros(num_bytes, dtype=torch.uint8, device=comm.mesh.device_type)
+    return lambda: start_hop(tensor, comm, received_length=num_bytes).wait(), 1, num_bytes
 
 
-def _trade(num_bytes: int, mesh: ContextParallelMesh) -> tuple[Run, int, int]:
+def _all_to_all(num_bytes: int, comm: Communicator) -> tuple[Run, int, int]:
     """A forward pass of Ulysses, without attention: two all-to-alls and the copies around them."""
-    size, head_dim = mesh.ulysses_size, 64
+    size, head_dim = comm.mesh.ulysses_size, 64
     shape = AttentionShape(2 * size, size, head_dim, itemsize=1)  # 2 query heads for a K/V head, as bytes
     slots = max(1, num_bytes // ulysses_bytes(shape, local_length=1, ulysses_degree=size))
     q, k, v = (
-        torch.zeros(slots, heads, head_dim, dtype=torch.uint8, device=mesh.device_type)
+        torch.zeros(slots, heads, head_dim, dtype=torch.uint8, device=comm.mesh.device_type)
         for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
     )
+
+    def run() -> None:
+        heads = HeadChunks(q, k, v, chunks=1, comm=comm, memory=NoMemory())
+        out, _, _ = heads.arrived(heads.scatter(0))
+        heads.place(heads.empty_result(), heads.gather(out), 0)
+
     sent = ulysses_bytes(shape, local_length=slots, ulysses_degree=size)
-    return lambda: attend_by_heads(q, k, v, lambda q, k, v: q, mesh), 2 * (size - 1), sent
-
-
-def _attention(setting: Setting, alone: ContextParallelConfig, meshes: Meshes, sizes: Sizes) -> Spread:
-    """One causal document in every process at the same time: forward and backward pass of the kernel."""
-    (result,) = measure([Case(setting, alone)], meshes, rounds=sizes.rounds, warm_up=1)
-    return result.seconds
-
-
-def _matmul(dtype: torch.dtype, mesh: ContextParallelMesh, sizes: Sizes) -> Spread:
-    """A product of square matrices, in every process at the same time."""
-    left, right = (torch.randn(sizes.matrix, sizes.matrix, device=mesh.device_type).to(dtype) for _ in range(2))
-    run = partial(torch.matmul, left, right)
-    return Spread.of([max(timed(run, mesh)) for _ in range(sizes.rounds + 1)][1:])
-
-
-def _area(setting: Setting) -> int:
-    return sum(n * (n + 1) // 2 for n in setting.doc_lengths)
-
-
-def _shape(setting: Setting) -> AttentionShape:
-    heads = setting.heads
-    return AttentionShape(heads.num_heads, heads.num_kv_heads, heads.head_dim, setting.torch_dtype.itemsize)
-
-
-def _shortened(setting: Setting) -> Setting:
-    """An eighth of the document."""
-    return replace(setting, doc_lengths=(max(1, setting.num_tokens // 8),))
+    return run, 2 * (size - 1), sent
 
 
 def _rate(setting: Setting, seconds: Spread) -> tuple[float, float]:
-    """(block, TFLOP/s); the planner's block of one document is the root of its area."""
-    area = _area(setting)
-    return area**0.5, sum(attention_flops(_shape(setting), area)) / seconds.median / TERA
+    """(block, TFLOP/s); the planner's block of one document is the root of its area, n (n + 1) / 2 visible pairs."""
+    heads, n = setting.heads, setting.num_tokens
+    shape = AttentionShape(heads.num_heads, heads.num_kv_heads, heads.head_dim, setting.torch_dtype.itemsize)
+    area = n * (n + 1) // 2
+    return area**0.5, sum(attention_flops(shape, area)) / seconds.median / TERA
 
 
 def _device(links: Sequence[Link], kernel: Kernel, matmul_tflops: float, device_type: str) -> dict[str, Any]:
@@ -279,12 +281,31 @@ def _device(links: Sequence[Link], kernel: Kernel, matmul_tflops: float, device_
         values |= {"name": properties.name, "memory_gib": properties.total_memory / 2**30}
     values |= {"attention_tflops": kernel.tflops, "half_efficiency_tokens": kernel.half_efficiency_tokens}
     values |= {"matmul_tflops": matmul_tflops}
-    for name, in_node in (("intra", True), ("inter", False)):
-        for kind, what in (("hop", ""), ("trade", "_trade")):
-            found = [link for link in links if link.in_node is in_node and link.kind == kind]
-            if found:
-                latency, rate, _ = fit([point for link in found for point in link.points])
-                values |= {f"{name}{what}_gbs": rate / GIGA, f"{name}{what}_latency": latency}
-            if found and kind == "hop":
-                values[f"{name}_overlap"] = found[-1].overlap
+    for link in links:  # a node's and the world's: there is at most one of a kind on each side of its border
+        where = "intra" if link.in_node else "inter"
+        name = f"{where}{FIELDS[link.kind]}"
+        values |= {f"{name}_gbs": link.bytes_per_second / GIGA, f"{name}_latency": link.latency}
+        if link.overlap is not None:
+            values[f"{where}_overlap"] = link.overlap
     return values
+
+
+def calibration_table(calibration: Calibration) -> Table:
+    """A row for each link and rate."""
+    rows = [
+        (
+            f"{link.kind} over {link.ranks} ranks, {'inside a node' if link.in_node else 'between nodes'}",
+            f"{link.bytes_per_second / 1e9:.2f} GB/s",
+            f"{link.latency * 1e6:.1f} us",
+            "-" if link.overlap is None else f"{link.overlap:.0%}",
+            link.residual,
+        )
+        for link in calibration.links
+    ]
+    for name, tflops, spread in (
+        ("attention kernel, long document", calibration.attention_tflops, calibration.attention),
+        ("matrix product", calibration.matmul_tflops, calibration.matmul),
+    ):
+        rows.append((name, f"{tflops:.3f} TFLOP/s", "-", "-", spread.width))
+    cells = [(*row, f"{width:.0%}", "noisy" if width > NOISE else "") for *row, width in rows]
+    return Table("Links and rates", ("", "rate", "latency", "hidden", "fit error or spread", "note"), cells)

@@ -1,4 +1,4 @@
-"""What `hf-cp bench` measures: the matrix of rows, heads and types, and of the ways to split them.
+"""What `hf-cp bench` measures: the matrix of samples, heads and types, and of the ways to split them.
 
 Invariant: a setting is what attention computes; the methods of a setting differ in how they compute it, so their times
 may be compared. The matrix follows from options and files alone: every rank makes the same one.
@@ -22,9 +22,11 @@ import torch
 
 from hf_cp.config import ContextParallelConfig, check_heads, head_counts
 
-__all__ = ["Case", "Heads", "Setting", "heads_of", "make_cases", "methods", "packed_row"]
+__all__ = ["DOCUMENTS", "HEADS", "Case", "Heads", "Setting", "heads_of", "make_cases", "methods", "packed_sample"]
 
-MEDIAN_DOCUMENT = 0.08  # of the row, in the packed row that is drawn: a dozen documents, half of the tokens in a few
+DOCUMENTS = ("single", "packed")  # one document, or many
+HEADS = ("mha", "gqa", "mqa")
+MEDIAN_DOCUMENT = 0.08  # of a packed sample that is drawn: a dozen documents, half of the tokens in a few
 
 
 @dataclass(frozen=True)
@@ -45,15 +47,15 @@ class Setting:
     """What is computed.
 
     Args:
-        row (`str`): "single" (one document) or "packed".
-        doc_lengths (`tuple[int, ...]`): the row.
+        documents (`str`): "single" or "packed".
+        doc_lengths (`tuple[int, ...]`): the sample.
         heads (`Heads`): of the layer.
         dtype (`str`): of q, k and v, as torch names it.
         recompute (`bool`): the forward pass is repeated in the backward pass, with its communication, as gradient
             checkpointing does with `keep_attention=False`.
     """
 
-    row: str
+    documents: str
     doc_lengths: tuple[int, ...]
     heads: Heads
     dtype: str
@@ -61,7 +63,7 @@ class Setting:
 
     @property
     def num_tokens(self) -> int:
-        """Of the whole row."""
+        """Of the whole sample."""
         return sum(self.doc_lengths)
 
     @property
@@ -75,7 +77,7 @@ class Setting:
         return f"{self.num_tokens:,} tokens, {documents}, {self.heads}, {self.dtype}{again}"
 
     def shortened(self, num_tokens: int) -> Setting:
-        """The same kind of row with at most about `num_tokens` tokens."""
+        """The same kind of sample with at most about `num_tokens` tokens."""
         if self.num_tokens <= num_tokens:
             return self
         lengths = tuple(max(1, n * num_tokens // self.num_tokens) for n in self.doc_lengths)
@@ -129,8 +131,8 @@ def heads_of_model(config: Any) -> Heads:
     return Heads(config.model_type, num_heads, num_kv_heads, head_dim)
 
 
-def packed_row(num_tokens: int, lengths: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Documents that fill a row, the last one cut: `lengths` again and again, or log-normal ones of a fixed seed."""
+def packed_sample(num_tokens: int, lengths: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Documents that fill it, the last one cut: `lengths` again and again, or log-normal ones of a fixed seed."""
     if lengths is None:
         drawn = np.random.default_rng(0).lognormal(np.log(max(1.0, MEDIAN_DOCUMENT * num_tokens)), 1.0, 1000)
         lengths = np.maximum(drawn.astype(int), 1)
@@ -153,7 +155,7 @@ def methods(
             continue
         for engine in engines:
             if engine == "p2p" and base.grad_comm_dtype == "compute":
-                continue  # a relay would round the sums
+                continue  # a ring would round the sums at every hop
             for layout in layouts:
                 yield dataclasses.replace(split, ring_comm=engine, layout=layout)
 

@@ -8,7 +8,7 @@ from textwrap import fill
 
 import numpy as np
 
-from hf_cp.tools.bench.measure import Result
+from hf_cp.tools.bench.results import Result
 
 SLOWEST = 2.0  # times the fastest: the end of the colour scale
 
@@ -32,9 +32,9 @@ def plot_results(path: str | os.PathLike, results: Sequence[Result]) -> None:
     figure = Figure(figsize=(4.0 + 1.3 * len(methods), 1.8 + 0.75 * len(settings)), layout="constrained")
     axes = figure.add_subplot()
     for result in results:
-        place = settings.index(str(result.case.setting)), methods.index(result.case.method)
-        seconds[place] = result.seconds.median
-        axes.text(place[1], place[0], _label(result), ha="center", va="center", fontsize=8)
+        row, column = settings.index(str(result.case.setting)), methods.index(result.case.method)
+        seconds[row, column] = result.seconds.median
+        axes.text(column, row, _label(result), ha="center", va="center", fontsize=8)
     relative = seconds / np.nanmin(seconds, axis=1, keepdims=True)
     image = axes.imshow(relative, cmap="YlOrRd", vmin=1.0, vmax=SLOWEST, alpha=0.7, aspect="auto")
     axes.set_xticks(range(len(methods)), [fill(method, 14) for method in methods])

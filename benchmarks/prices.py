@@ -15,7 +15,7 @@ from hf_cp.planning.memory import Training
 from hf_cp.planning.model_shape import ModelShape
 from hf_cp.planning.step_time import Cluster, RowCost
 from hf_cp.tools.bench.cases import Case, Heads
-from hf_cp.tools.bench.measure import Spread
+from hf_cp.tools.bench.results import Spread
 
 __all__ = ["Pair", "Priced", "compare", "estimate", "price_all"]
 
