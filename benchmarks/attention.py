@@ -25,7 +25,7 @@ import torch.distributed as dist
 from measure import Seconds, interleaved, on_processes, ratio
 
 from hf_cp import ContextParallelConfig, ContextParallelMesh, SequenceLayout
-from hf_cp.attention.kernels import CpuFlashKernel, plan_calls
+from hf_cp.attention.kernels import BackwardInputs, CpuFlashKernel, kernel_calls
 from hf_cp.attention.usp import usp_attention
 from hf_cp.distributed.communicator import Communicator
 from hf_cp.output import print_json
@@ -86,7 +86,7 @@ def random_tensors(num_tokens: int, num_heads: int, num_kv_heads: int, head_dim:
 
 def measure_one_document(doc_lengths: list[int], args: argparse.Namespace) -> tuple[Seconds, dict]:
     (tokens,) = doc_lengths
-    variants = {"one process": kernel_calls([Tile(0, tokens, 0, tokens, None, 0)], tokens, 1, args)}
+    variants = {"one process": kernel_run([Tile(0, tokens, 0, tokens, None, 0)], tokens, 1, args)}
     for name, config in VARIANTS.items():
         comm = Communicator(ContextParallelMesh(config))
         variants[name] = sharded(doc_lengths, config, comm, args)
@@ -127,22 +127,22 @@ def calls_alone(
     layout, rank = SequenceLayout(doc_lengths, config), mesh.ring_rank
     plan = AttentionPlan(layout)
     tiles = [tile for source in range(mesh.ring_size) for tile in plan.tiles(rank, source)]
-    return kernel_calls(tiles, layout.ring_shard_length, mesh.ulysses_size, args)
+    return kernel_run(tiles, layout.ring_shard_length, mesh.ulysses_size, args)
 
 
-def kernel_calls(tiles: list[Tile], num_queries: int, ulysses: int, args: argparse.Namespace) -> Callable[[], None]:
+def kernel_run(tiles: list[Tile], num_queries: int, ulysses: int, args: argparse.Namespace) -> Callable[[], None]:
     """Forward and backward of the calls that `tiles` need, nothing else."""
     num_tokens = max(num_queries, *(tile.k_slots.stop for tile in tiles))
     heads = (args.num_heads // ulysses, args.num_kv_heads // ulysses)
     q, k, v, grad_out = random_tensors(num_tokens, *heads, args.head_dim)
     kernel, scale = CpuFlashKernel(), args.head_dim**-0.5
-    groups = plan_calls(tiles, kernel, q.device)
+    groups = kernel_calls(tiles, kernel, q.device)
 
     def run() -> None:
-        results = [kernel.forward(q[g.q_rows], k[g.k_rows], v[g.k_rows], group=g, scale=scale) for g in groups]
+        results = [kernel.forward(q[g.q_index], k[g.k_index], v[g.k_index], group=g, scale=scale) for g in groups]
         for group, (out, lse) in zip(groups, results, strict=True):
-            rows = (grad_out[group.q_rows], q[group.q_rows], k[group.k_rows], v[group.k_rows])
-            kernel.backward(*rows, out, lse, group=group, scale=scale)
+            tensors = (grad_out[group.q_index], q[group.q_index], k[group.k_index], v[group.k_index])
+            kernel.backward(BackwardInputs(*tensors, out, lse), group=group, scale=scale)
 
     return run
 

@@ -19,11 +19,12 @@ from loopback import attention
 
 from hf_cp import ContextParallelConfig, SequenceLayout
 from hf_cp.attention.kernels import (
+    BackwardInputs,
     EagerKernel,
     Kernel,
     TensorKind,
     fast_kernels,
-    plan_calls,
+    kernel_calls,
 )
 from hf_cp.output import print_json
 from hf_cp.sequence.plan import AttentionPlan
@@ -125,13 +126,13 @@ def time_calls(
 ) -> float:
     """Median seconds of the calls that `tiles` need, forward and backward."""
     q, k, v, grad_out = row
-    groups, scale = plan_calls(tiles, kernel, device), HEAD_DIM**-0.5
+    groups, scale = kernel_calls(tiles, kernel, device), HEAD_DIM**-0.5
 
     def run() -> None:
-        results = [kernel.forward(q[g.q_rows], k[g.k_rows], v[g.k_rows], group=g, scale=scale) for g in groups]
+        results = [kernel.forward(q[g.q_index], k[g.k_index], v[g.k_index], group=g, scale=scale) for g in groups]
         for group, (out, lse) in zip(groups, results, strict=True):
-            rows = (grad_out[group.q_rows], q[group.q_rows], k[group.k_rows], v[group.k_rows])
-            kernel.backward(*rows, out, lse, group=group, scale=scale)
+            tensors = (grad_out[group.q_index], q[group.q_index], k[group.k_index], v[group.k_index])
+            kernel.backward(BackwardInputs(*tensors, out, lse), group=group, scale=scale)
 
     seconds = []
     for _ in range(repeats + 1):

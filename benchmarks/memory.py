@@ -131,11 +131,11 @@ def step(model_config: LlamaConfig, degrees: tuple[int, int], variant: Variant, 
     )
     torch.manual_seed(0)
     model = apply_context_parallel(LlamaForCausalLM(model_config), config).train()
-    mesh, layout = (
-        context_parallel_state(model).mesh,
+    comm, layout = (
+        context_parallel_state(model).comm,
         SequenceLayout([num_tokens // NUM_DOCUMENTS] * NUM_DOCUMENTS, config),
     )
-    ids = layout.shard(torch.randint(0, model_config.vocab_size, (layout.num_tokens,)), mesh.cp_rank).unsqueeze(0)
+    ids = layout.shard(torch.randint(0, model_config.vocab_size, (layout.num_tokens,)), comm.mesh.cp_rank).unsqueeze(0)
     batch = {"input_ids": ids, "labels": ids, "shift_labels": ids, "hf_cp_sample": PackedSample(layout)}
     with (
         patch("transformers.modeling_utils.save_on_cpu", OnHost),
@@ -147,7 +147,7 @@ def step(model_config: LlamaConfig, degrees: tuple[int, int], variant: Variant, 
             parameter.grad = torch.zeros_like(parameter)
         OnHost.packed_bytes = 0
         measured = tracked(model, lambda: model(**batch).loss)
-    sent = mesh.traffic.ring_bytes + mesh.traffic.ulysses_bytes
+    sent = comm.ring_bytes + comm.ulysses_bytes
     return most(Measured(measured.kept, measured.peak, OnHost.packed_bytes, sent, measured.transfers))
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from attention import kernel_calls, sharded
+from attention import kernel_run, sharded
 
 from hf_cp import ContextParallelConfig, ContextParallelMesh
 from hf_cp.distributed.collectives import start_hop
@@ -174,7 +174,7 @@ def kernel_rate(tokens: int, shape: Namespace) -> tuple[float, float]:
 
 def causal_calls(tokens: int, shape: Namespace) -> Callable[[], None]:
     """The kernel on one document, forward and backward."""
-    return kernel_calls([Tile(0, tokens, 0, tokens, None, 0)], tokens, 1, shape)
+    return kernel_run([Tile(0, tokens, 0, tokens, None, 0)], tokens, 1, shape)
 
 
 def usual(run: Callable[[], None]) -> float:

@@ -102,7 +102,7 @@ class Result:
 def setting_table(results: Sequence[Result]) -> Table:
     """The methods of one setting, a row for each."""
     fastest = min(result.seconds.median for result in results)
-    columns = ("method", "ms (p10-p90)", "sent alone ms", "exposed ms", "hidden", "slowest rank", "GB/s", "peak MiB")
+    columns = ("method", "ms (p10-p90)", "comm ms", "exposed ms", "hidden", "slowest rank", "GB/s", "peak MiB")
     title = f"{results[0].case.setting}; forward + backward"
     return Table(title, (*columns, "error", "tokens/s", "vs best", "note"), [_cells(r, fastest) for r in results])
 
