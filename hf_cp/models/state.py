@@ -88,7 +88,7 @@ def running_as(model: nn.Module, config: ContextParallelConfig, mesh: ContextPar
     The state is exchanged, not written into, and the patch stays, so whatever stands around `forward` stays too.
     """
     holders, state = [m for m in model.modules() if STATE_NAME in vars(m)], context_parallel_state(model)
-    other = replace(state, config=config, mesh=mesh)
+    other = replace(state, config=config, comm=Communicator(mesh))
     try:
         for module in holders:
             setattr(module, STATE_NAME, other)
