@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from hf_cp.config import head_counts
-from hf_cp.models.patch import base_causal_lm
+from hf_cp.models.state import base_causal_lm
 from hf_cp.verify.compare import Comparison, errors_in_order
 from hf_cp.verify.errors import alignment, tensor_errors
 from hf_cp.verify.runs import Sample, in_fp32, without_rope

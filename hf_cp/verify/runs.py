@@ -24,7 +24,7 @@ from hf_cp.data.collator import DataCollatorForContextParallel
 from hf_cp.distributed.collectives import sum_over_cp
 from hf_cp.distributed.communicator import Communicator
 from hf_cp.distributed.mesh import ContextParallelMesh
-from hf_cp.models.patch import context_parallel_disabled, context_parallel_state, running_as
+from hf_cp.models.state import context_parallel_disabled, context_parallel_state, running_as
 from hf_cp.sequence.layout import SequenceLayout
 from hf_cp.sequence.sample import SAMPLE_KEY
 from hf_cp.verify.inputs import count_targets, to_device, trainable_parameters, whole_sample

@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 from hf_cp.attention import allgather, exchange, ring
 from hf_cp.config import ContextParallelConfig
 from hf_cp.data.collator import DataCollatorForContextParallel
-from hf_cp.models import patch
+from hf_cp.models import attention as model_attention
 from hf_cp.models.patch import apply_context_parallel, context_parallel_state
 from hf_cp.sequence.layout import SequenceLayout
 from hf_cp.sequence.sample import PackedSample
@@ -202,14 +202,14 @@ def token_on_two_ranks(model) -> Fault:
 
 def _attention(change: Callable, *, in_one_process: bool = False) -> Fault:
     """Attention of the patched model is `change(attention, q, k, v, **arguments)`, in the group at least."""
-    original = patch.usp_attention
+    original = model_attention.usp_attention
 
     def attention(q, k, v, *, comm, **kwargs):
         if comm.mesh.cp_size == 1 and not in_one_process:
             return original(q, k, v, comm=comm, **kwargs)
         return change(original, q, k, v, comm=comm, **kwargs)
 
-    return mock.patch.object(patch, "usp_attention", attention)
+    return mock.patch.object(model_attention, "usp_attention", attention)
 
 
 def one_document(model) -> Fault:
