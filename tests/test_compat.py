@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from accelerate.state import AcceleratorState, PartialState
 
 from hf_cp import _compat
 
@@ -18,3 +19,10 @@ def test_results_of_operators():
         torch.zeros(2, 3).sum(0)
     torch.zeros(5)
     assert seen == [(2, 3), (3,)]
+
+
+def test_accelerate_forgets_what_was_launched():
+    PartialState(cpu=True)
+    assert PartialState().initialized
+    _compat.forget_accelerate_state()
+    assert not PartialState._shared_state and not AcceleratorState._shared_state
