@@ -1,33 +1,30 @@
-"""What the attention of one layer holds in memory: one formula per buffer, checked against counters in tests.
+"""What the attention of one layer needs in memory at most: never below what is measured, at most 1.5 times it.
 
-A pass is a list of phases. A phase is the time between two changes of the large buffers, with the largest kernel call
-in it; the peak of the pass is the largest phase. Counted are tensors; a kernel's own workspace is not.
+Whatever the engine, a rank holds at any moment
 
-Dimensions: n = local slots of a rank, T = n u = slots of a ring shard, S = shared rows of a shard, H = query heads,
-G = K/V heads, D = head size, u = ulysses_degree, R = ring_degree, L = lcm(G, u), c = groups of heads.
+      its sums              out and log-sum-exp so far; backward: dQ, and dK/dV of its own tokens
+    + tokens of others      their K/V, here or in flight, and the sums of their dK/dV
+    + one kernel call       its result, and copies of slots that do not lie side by side
+
+The bound adds the largest of each that can meet; tests/planning/test_attention_memory.py measures. A kernel's own
+workspace is not counted.
+
+Dimensions: T = slots of a ring shard, u = ulysses_degree, R = ring_degree, L = lcm(K/V heads, u).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 from math import lcm
+from typing import NamedTuple
 
-import numpy as np
-
-from hf_cp.sequence.costs import AttentionShape
-from hf_cp.sequence.plan import AttentionPlan, renumber_keys
+from hf_cp.sequence.costs import AttentionShape, ring_tokens
+from hf_cp.sequence.plan import AttentionPlan, GatheredKeys
 from hf_cp.sequence.tiles import Tile, are_side_by_side, cut_for_causal_kernel, join_for_varlen_kernel
 
 
-@dataclass(frozen=True)
-class PassMemory:
-    """Bytes that one pass of one attention layer makes on one rank.
-
-    Args:
-        peak (`int`): the most that exist at once, results included.
-        kept (`int`): results: the output and what is saved for the backward pass, or the gradients of q, k and v.
-    """
+class PassMemory(NamedTuple):
+    """Bytes of one pass on one rank: at most at once, and of that what stays (the saved tensors, or the gradients)."""
 
     peak: int
     kept: int
@@ -38,12 +35,71 @@ class PassMemory:
         return self.peak - self.kept
 
 
-@dataclass(frozen=True)
-class AttentionMemory:
+class AttentionMemory(NamedTuple):
     """One attention layer on one rank; the saved tensors are not counted a second time in the backward pass."""
 
     forward: PassMemory
     backward: PassMemory
+
+
+class _Token(NamedTuple):
+    """Bytes of one slot of a ring shard, of the heads that are handled together."""
+
+    q: int  # in the compute dtype
+    q_sum: int  # in the accumulator's dtype, fp32 or wider
+    lse: int
+    kv: int  # K and V, in the compute dtype
+    kv_sum: int  # dK and dV, in the accumulator's dtype
+    kv_sent: int  # dK and dV as they travel
+
+    @classmethod
+    def of(cls, shape: AttentionShape, parts: int, kv_heads: int) -> _Token:
+        """Of H / `parts` query heads; K/V heads are replicated to `kv_heads` before they are divided."""
+        q, kv = shape.num_heads * shape.head_dim // parts, 2 * kv_heads * shape.head_dim // parts
+        b, total = shape.itemsize, max(4, shape.itemsize)
+        return cls(q * b, q * total, shape.num_heads // parts * total, kv * b, kv * total, kv * shape.grad_itemsize)
+
+
+class _Calls(NamedTuple):
+    """Bytes beside the sums of the largest kernel call, in both passes."""
+
+    forward: int
+    backward: int
+
+    @classmethod
+    def of(cls, tiles: Sequence[Tile], token: _Token, *, bands: bool, queries: int = 0) -> _Calls:
+        """A kernel with bands takes many tiles a call, any other one causal square or rectangle.
+
+        The result of a first call on all `queries` of the shard is the sum itself, if it need not be cast.
+        """
+        if bands:
+            groups = join_for_varlen_kernel(tiles)
+        else:
+            groups = [[part] for tile in tiles for part in cut_for_causal_kernel(tile)]
+        calls = [cls._of_call(group, token, reverses=not bands and group[0].left == 0) for group in groups]
+        if len(groups) == 1 and sum(tile.q_len for tile in groups[0]) == queries:
+            return calls[0]._replace(forward=(token.q != token.q_sum) * queries * token.q)
+        return _largest(calls)
+
+    @classmethod
+    def _of_call(cls, group: Sequence[Tile], token: _Token, *, reverses: bool) -> _Calls:
+        """`reverses`: a mirrored causal square takes its slots in reverse order, and its result is put back."""
+        q_num, k_num = sum(tile.q_len for tile in group), sum(tile.k_len for tile in group)
+        casts = token.q != token.q_sum
+        copies_q, copies_k = (
+            reverses or not are_side_by_side([getattr(tile, name) for tile in group])
+            for name in ("q_slots", "k_slots")
+        )
+        result, copies = q_num * (token.q + token.lse), copies_q * q_num * token.q + copies_k * k_num * token.kv
+        # added to the sums: in their dtype, with the weights of both (and numbered slots are taken out of the sums)
+        merged = q_num * (casts * token.q_sum + 2 * token.lse + copies_q * (token.q_sum + token.lse))
+        forward = result + max(copies + reverses * result, merged)
+        grads = q_num * token.q + k_num * token.kv
+        copies += (
+            copies_q * q_num * (2 * token.q + token.lse) + reverses * grads
+        )  # out and dO too, and the result back
+        added = max((casts or copies_q) * q_num * token.q_sum, copies_k * k_num * token.kv_sum // 2)
+        return cls(forward, grads + copies + q_num * token.lse + added)
 
 
 def attention_memory(
@@ -53,316 +109,124 @@ def attention_memory(
     ring_comm: str,
     *,
     head_chunks: int = 1,
-    bands: bool = False,
+    bands: bool = True,
 ) -> AttentionMemory:
-    """The memory of one attention layer.
+    """An upper bound of the memory of one attention layer.
 
     Args:
         shape (`AttentionShape`): the layer.
-        plan (`AttentionPlan`): the row.
+        plan (`AttentionPlan`): of the packed sample.
         ring_rank (`int`): whose memory.
         ring_comm (`str`): `p2p`, `exchange` or `allgather`.
-        head_chunks (`int`): groups of heads as in the config: of the all-gather where it is alone, else of Ulysses.
+        head_chunks (`int`): head groups as in the config: of the all-gather where it is alone, else of Ulysses.
         bands (`bool`): the kernel takes bands, and many tiles a call (those for GPUs); else one tile (`sdpa` on CPU).
     """
-    degree = plan.layout.ulysses_degree
-    gather_chunks = head_chunks if degree == 1 and ring_comm == "allgather" else 1
+    layout = plan.layout
+    gather_chunks = head_chunks if layout.ulysses_degree == 1 and ring_comm == "allgather" else 1
     chunks = head_chunks // gather_chunks
-    row = RowBytes.of(shape, degree, chunks)
-    phases = {"p2p": _RingMemory, "exchange": _ExchangeMemory, "allgather": _GatherMemory}[ring_comm]
-    rank = phases(plan, ring_rank, row, bands, gather_chunks)
-    memory = AttentionMemory(rank.forward(), rank.backward())
-    return memory if degree == chunks == 1 else _with_ulysses(memory, shape, plan, row, chunks)
+    kv_heads = lcm(shape.num_kv_heads, layout.ulysses_degree)
+    token = _Token.of(shape, layout.ulysses_degree * chunks, kv_heads)
+
+    def calls(tiles: Iterable[Tile], *, come_first: bool = False) -> _Calls:
+        return _Calls.of(list(tiles), token, bands=bands, queries=come_first * layout.ring_shard_length)
+
+    if not plan.needs_traffic:
+        during = calls(plan.tiles(ring_rank, ring_rank), come_first=True)
+    elif ring_comm == "p2p":
+        during = _ring(plan, ring_rank, token, calls)
+    elif ring_comm == "exchange":
+        during = _exchange(plan, ring_rank, token, calls)
+    else:
+        during = _all_gather(plan.gathered(ring_rank, in_order=bands), layout.ring_degree, token, calls, gather_chunks)
+    length, casts = layout.ring_shard_length, token.q != token.q_sum
+    saved, grads = length * (token.q + token.lse), length * (token.q + token.kv)
+    # at the end the sums are cast, and both exist; the backward pass has the numbers (int64) of the slots that travel
+    forward = length * (token.q_sum + token.lse) + max(during.forward, casts * length * token.q)
+    backward = length * (token.q_sum + token.kv_sum + 8) + max(during.backward, casts * grads)
+    memory = AttentionMemory(PassMemory(forward, saved), PassMemory(backward, grads))
+    return memory if layout.ulysses_degree == chunks == 1 else _with_ulysses(memory, shape, plan, token, chunks)
 
 
-@dataclass(frozen=True)
-class RowBytes:
-    """Bytes of one row of a ring shard, of the heads that are handled together."""
+def _ring(plan: AttentionPlan, rank: int, token: _Token, calls: Callable[..., _Calls]) -> _Calls:
+    """Two shards of K/V, one here and one that comes; of their sums up to three: made here, leaving and coming.
 
-    q: int  # h D elements in the compute dtype, h = H / (u c)
-    q_sum: int  # in the accumulator's dtype
-    lse: int  # h, in the accumulator's dtype
-    kv: int  # 2 g D elements in the compute dtype, g = L / (u c)
-    kv_sum: int  # in the accumulator's dtype
-    kv_wire: int  # dK/dV as they travel
-
-    @classmethod
-    def of(cls, shape: AttentionShape, degree: int, chunks: int) -> RowBytes:
-        sums, parts = max(4, shape.itemsize), degree * chunks
-        q = shape.num_heads * shape.head_dim // parts
-        kv = 2 * lcm(shape.num_kv_heads, degree) * shape.head_dim // parts
-        lse = shape.num_heads // parts * sums
-        return cls(q * shape.itemsize, q * sums, lse, kv * shape.itemsize, kv * sums, kv * shape.grad_itemsize)
-
-    @property
-    def casts(self) -> bool:
-        """Whether sums have another dtype than what is computed with."""
-        return self.q != self.q_sum
+    With R = 2 there is one hop: nothing else comes while the other shard is here.
+    """
+    size = plan.layout.ring_degree
+    own = calls(plan.tiles(rank, rank), come_first=True)
+    far = _largest(calls(plan.tiles(rank, other)) for other in range(size) if other != rank)
+    shard, following = max(len(plan.shared_slots(source)) for source in range(size)), size > 2
+    kv, kv_sum = shard * token.kv, shard * token.kv_sum
+    visit = (1 + following) * kv + (1 + 2 * following) * kv_sum + far.backward
+    return _Calls(2 * kv + max(own.forward, far.forward), max(2 * kv + own.backward, visit, 2 * kv_sum))
 
 
-Group = Sequence[Tile]  # what one kernel call computes
+def _exchange(plan: AttentionPlan, rank: int, token: _Token, calls: Callable[..., _Calls]) -> _Calls:
+    """All that is received at once, and its sums; what is sent is a copy, made of one of K and one of V."""
+    others = [other for other in range(plan.layout.ring_degree) if other != rank]
+    sent, received = ring_tokens(plan, rank, "exchange")
+    own = calls(plan.tiles(rank, rank), come_first=True)
+    far = calls(tile for other in others for tile in plan.tiles(rank, other))
+    fetch, visit = max(2 * sent, sent + received) * token.kv, received * (token.kv + token.kv_sum)
+    leaving = received * (token.kv_sum + (token.kv_sent != token.kv_sum) * token.kv_sent)
+    home = max(leaving + sent * token.kv_sent, (sent + received) * token.kv_sent + own.backward)
+    return _Calls(
+        max(fetch + own.forward, received * token.kv + far.forward),
+        max(fetch + own.backward, visit + far.backward, home),
+    )
 
 
-@dataclass
-class _Calls:
-    """The kernel calls of a pass in their order, one phase after the other: the largest extra of each."""
+def _all_gather(
+    keys: GatheredKeys, size: int, token: _Token, calls: Callable[..., _Calls], head_groups: int
+) -> _Calls:
+    """The shards of all ranks at once, of one head group; with several, the next one's are on their way.
 
-    row: RowBytes
-    bands: bool  # else a mirrored square needs its rows in reverse order
-    num_queries: int
-    visited: np.ndarray = field(init=False)
-
-    def __post_init__(self):
-        self.visited = np.zeros(self.num_queries, dtype=bool)
-
-    def forward(self, groups: Sequence[Group], *, by_heads: bool = False) -> int:
-        """Bytes beside the sums; `by_heads`: the sums exist before the first call."""
-        return max((self._forward(group, by_heads) for group in groups), default=0)
-
-    def backward(self, groups: Sequence[Group], *, by_heads: bool = False) -> int:
-        """Bytes beside the sums of dQ, dK and dV."""
-        return max((self._backward(group, by_heads) for group in groups), default=0)
-
-    def _sizes(self, group: Group) -> tuple[int, int, bool, bool, bool]:
-        """(queries, keys, whether their rows are copied, whether this is the first call on the queries)."""
-        is_first = not any(self.visited[tile.q_slots].any() for tile in group)
-        for tile in group:
-            self.visited[tile.q_slots] = True
-        q_copied, k_copied = (
-            not are_side_by_side([getattr(tile, name) for tile in group]) for name in ("q_slots", "k_slots")
-        )
-        return sum(t.q_len for t in group), sum(t.k_len for t in group), q_copied, k_copied, is_first
-
-    def _forward(self, group: Group, by_heads: bool) -> int:
-        row, before = self.row, self.visited.any()
-        q_num, k_num, q_copied, k_copied, is_first = self._sizes(group)
-        copies = q_copied * q_num * row.q + k_copied * k_num * row.kv
-        if not self.bands and group[0].left == 0:  # a mirrored square: rows in reverse order, and the result back
-            copies = q_num * (2 * row.q + row.lse) + k_num * row.kv
-        if is_first and q_num == self.num_queries and not by_heads:  # the result as it is
-            return copies + row.casts * q_num * row.q
-        if not before and not by_heads:  # the sums do not exist yet while the copies do
-            copies -= self.num_queries * (row.q_sum + row.lse)
-        out = q_num * (row.q + row.lse)
-        cast = row.casts * q_num * row.q_sum
-        merge = 0 if is_first else q_num * row.lse + q_copied * q_num * (row.q_sum + row.lse)
-        return out + max(copies, cast + merge)
-
-    def _backward(self, group: Group, by_heads: bool) -> int:
-        row, (q_num, k_num, q_copied, k_copied, is_first) = self.row, self._sizes(group)
-        copies = q_copied * q_num * (3 * row.q + row.lse) + k_copied * k_num * row.kv
-        if not self.bands and group[0].left == 0:
-            copies = q_num * (4 * row.q + row.lse) + k_num * 2 * row.kv
-        adding_k = k_copied * k_num * row.kv_sum // 2  # numbered rows are taken out, added to, and put back
-        if is_first and q_num == self.num_queries and not by_heads:
-            return copies + row.casts * q_num * row.q + k_num * row.kv + adding_k
-        adding_q = (row.casts if is_first else q_copied) * q_num * row.q_sum
-        return copies + q_num * row.q + k_num * row.kv + max(adding_q, adding_k)
+    Kernels with bands get a copy in the order of the documents (`order`).
+    """
+    kv, kv_sum, kv_sent = (b // head_groups for b in (token.kv, token.kv_sum, token.kv_sent))
+    sent, arrived, several = keys.slots_per_rank, keys.slots_per_rank * size, head_groups > 1
+    ordered = 0 if keys.order is None else len(keys.order)
+    used, fetch, order = ordered or arrived, (sent + arrived) * kv, (ordered > 0) * (arrived + ordered) * kv
+    own, far = calls(keys.own_tiles, come_first=True), calls(keys.tiles)
+    visit = several * fetch + used * (kv + kv_sum)
+    # dK/dV go home: as they are added up, in the order of the ranks, as they travel; those of own tokens come
+    leaving = (ordered > 0) * (arrived + 2 * sent) * kv_sum + (kv_sent != kv_sum) * arrived * kv_sent
+    home = (2 * arrived - sent) * kv_sent + sent * kv_sum
+    return _Calls(
+        max(fetch + own.forward, several * fetch + max(order, used * kv + far.forward // head_groups)),
+        max(
+            max(fetch, home) + own.backward,
+            visit + several * home + far.backward // head_groups,
+            visit + leaving + (arrived - sent) * kv_sent,
+        ),
+    )
 
 
-@dataclass
-class _EngineMemory:
-    """What the engines share; lengths in rows, results in bytes."""
-
-    plan: AttentionPlan
-    rank: int
-    row: RowBytes
-    bands: bool
-    gather_chunks: int
-
-    @property
-    def length(self) -> int:
-        return self.plan.layout.ring_shard_length
-
-    def forward(self) -> PassMemory:
-        sums = self.length * (self.row.q_sum + self.row.lse)
-        out = self.length * self.row.q
-        start, phases = self.forward_phases(self._calls())
-        return PassMemory(max(start, sums + max(*phases, self.row.casts * out)), out + self.length * self.row.lse)
-
-    def backward(self) -> PassMemory:
-        grad_q, grad_kv = self.length * self.row.q_sum, self.length * self.row.kv_sum
-        grads = self.length * (self.row.q + self.row.kv)
-        start, phases = self.backward_phases(self._calls())
-        return PassMemory(max(start + grad_kv, grad_q + grad_kv + max(*phases, self.row.casts * grads)), grads)
-
-    def _calls(self) -> _Calls:
-        return _Calls(self.row, self.bands, self.length)
-
-    def forward_phases(self, calls: _Calls) -> tuple[int, list[int]]:
-        """(bytes before the sums exist, bytes beside the sums in each phase)."""
-        raise NotImplementedError
-
-    def backward_phases(self, calls: _Calls) -> tuple[int, list[int]]:
-        """(bytes before grad_q exists, bytes beside the sums in each phase)."""
-        raise NotImplementedError
-
-    def groups(self, tiles: Iterable[Tile]) -> list[Group]:
-        """The kernel calls that compute `tiles`."""
-        if self.bands:
-            return join_for_varlen_kernel(tiles)
-        return [[part] for tile in tiles for part in cut_for_causal_kernel(tile)]
-
-    def own_halves(self, tiles: Sequence[Tile], *, is_whole: bool) -> tuple[list[Group], list[Group]]:
-        """Calls on own keys before and after the others, halved by work as in the engines; or all before."""
-        groups = self.groups(tiles)
-        work = np.cumsum([sum(tile.area for tile in group) for group in groups])
-        split = len(groups) if is_whole or not groups else int(np.searchsorted(work, work[-1] / 2))
-        return groups[:split], groups[split:]
-
-
-class _RingMemory(_EngineMemory):
-    """Two shards of K/V at a time; in the backward pass up to three of sums: made, leaving and coming."""
-
-    def _steps(self) -> tuple[list[int], list[list[Group]]]:
-        """(S of the shard that is here, the calls on it) in each step."""
-        size = self.plan.layout.ring_degree if self.plan.needs_traffic else 1
-        sources = [(self.rank - step) % size for step in range(size)]
-        rows = [self.plan.shared_slots(source) for source in sources]
-        far = [renumber_keys(self.plan.tiles(self.rank, s), r) for s, r in zip(sources[1:], rows[1:], strict=True)]
-        calls = [self.groups(tiles) for tiles in (self.plan.tiles(self.rank, self.rank), *far)]
-        return [len(r) for r in rows] if size > 1 else [0], calls
-
-    def forward_phases(self, calls: _Calls) -> tuple[int, list[int]]:
-        rows, calls_of = self._steps()
-        return 2 * rows[0] * self.row.kv, [
-            sum(rows[step : step + 2]) * self.row.kv + calls.forward(calls_of[step]) for step in range(len(rows))
-        ]
-
-    def backward_phases(self, calls: _Calls) -> tuple[int, list[int]]:
-        rows, calls_of = self._steps()
-        phases = []
-        for step in range(len(rows)):
-            kv = sum(rows[step : step + 2]) * self.row.kv
-            visiting = rows[step] if step else 0
-            in_flight = rows[step - 1] + rows[step] if step > 1 else 0
-            phases.append(kv + (visiting + in_flight) * self.row.kv_sum + calls.backward(calls_of[step]))
-            if step:  # the sum leaves, and the next one comes
-                ahead = [*rows[1:], 0, rows[0]]
-                phases.append(ahead[step] * self.row.kv + (rows[step] + (rows[1:] + rows[:1])[step]) * self.row.kv_sum)
-        return 2 * rows[0] * self.row.kv, phases
-
-
-class _ExchangeMemory(_EngineMemory):
-    """All received rows at once, and in the backward pass their sums."""
-
-    def _schedule(self) -> tuple[int, int, list[Group]]:
-        """(sent rows, received rows, calls on these)."""
-        if not self.plan.needs_traffic:
-            return 0, 0, []
-        others = [rank for rank in range(self.plan.layout.ring_degree) if rank != self.rank]
-        sent = sum(len(self.plan.kv_slots(self.rank, other)) for other in others)
-        begin, tiles = 0, []
-        for other in others:
-            rows = self.plan.kv_slots(other, self.rank)
-            part = renumber_keys(self.plan.tiles(self.rank, other), rows)
-            tiles += [tile._replace(k_start=tile.k_start + begin) for tile in part]
-            begin += len(rows)
-        return sent, begin, self.groups(tiles)
-
-    def forward_phases(self, calls: _Calls) -> tuple[int, list[int]]:
-        sent, received, far = self._schedule()
-        own = self.groups(self.plan.tiles(self.rank, self.rank))
-        return 2 * sent * self.row.kv, [
-            (sent + received) * self.row.kv + calls.forward(own),
-            received * self.row.kv + calls.forward(far),
-        ]
-
-    def backward_phases(self, calls: _Calls) -> tuple[int, list[int]]:
-        (sent, received, far), row = self._schedule(), self.row
-        own = self.plan.tiles(self.rank, self.rank)
-        early, late = self.own_halves(own, is_whole=not self.plan.needs_traffic)
-        wire_copy = received * row.kv_wire if row.kv_wire != row.kv_sum else 0
-        home = (sent + received) * row.kv_wire
-        return max(2 * sent, sent + received) * row.kv, [
-            (sent + received) * row.kv + calls.backward(early) if early else 0,
-            received * (row.kv + row.kv_sum) + calls.backward(far),
-            received * row.kv_sum + wire_copy + sent * row.kv_wire,
-            home + calls.backward(late),
-        ]
-
-
-class _GatherMemory(_EngineMemory):
-    """The shared rows of all shards, of one group of heads, and those of the next group that are on their way."""
-
-    def _sizes(self) -> tuple[int, int, int, list[Tile], list[Tile]]:
-        """(rows that this rank sends, that arrive, that are put in order; own tiles, far tiles)."""
-        if not self.plan.needs_traffic:
-            return 0, 0, 0, self.plan.tiles(self.rank, self.rank), []
-        keys = self.plan.gathered(self.rank, in_order=self.bands)
-        arrived = keys.slots_per_rank * self.plan.layout.ring_degree
-        return keys.slots_per_rank, arrived, 0 if keys.order is None else len(keys.order), keys.own_tiles, keys.tiles
-
-    def forward_phases(self, calls: _Calls) -> tuple[int, list[int]]:
-        (sent, arrived, ordered, own, far), groups = self._sizes(), self.gather_chunks
-        own, far = self.groups(own), self.groups(far)
-        kv = self.row.kv // groups
-        in_flight, order = (sent + arrived) * kv, (arrived + ordered) * kv if ordered else 0
-        following = in_flight if groups > 1 else 0
-        start = max(2 * sent * kv, in_flight, following + order)  # without own calls, before the sums exist
-        phases = [in_flight + calls.forward(own)] if own else []
-        if own or groups > 1:
-            phases.append((groups > 2 or bool(own)) * following + order)
-        return start, [*phases, following + (ordered or arrived) * kv + calls.forward(far, by_heads=True) // groups]
-
-    def backward_phases(self, calls: _Calls) -> tuple[int, list[int]]:
-        (sent, arrived, ordered, own, far), groups, row = self._sizes(), self.gather_chunks, self.row
-        kv, kv_sum, kv_wire = (x // groups for x in (row.kv, row.kv_sum, row.kv_wire))
-        early, late = self.own_halves(own, is_whole=not self.plan.needs_traffic)
-        far = self.groups(far)
-        used, in_flight = ordered or arrived, (sent + arrived) * kv
-        own_sums = sent * kv_sum if ordered else 0
-        home = (2 * arrived - sent) * kv_wire + own_sums  # what goes and what comes; own rows do not travel
-        copies = arrived * kv_sum * (ordered > 0) + (arrived * kv_wire if row.kv_wire != row.kv_sum else 0)
-        leaving = used * kv_sum + copies + own_sums + (arrived - sent) * kv_wire
-        phases = [in_flight + calls.backward(early)] if early else []
-        far_calls = calls.backward(far, by_heads=True) // groups
-        for group in range(groups):
-            following = in_flight if group + 1 < groups else 0
-            before = home if group else 0
-            phases += [
-                following + before + used * (kv + kv_sum) + far_calls,
-                following + used * kv + leaving + own_sums * (group > 0),
-            ]
-            if ordered and (group or early):  # else the sums do not exist yet
-                phases.append(following + before + (arrived + ordered) * kv)
-        order = in_flight * (groups > 1) + (arrived + ordered) * kv if ordered else 0
-        return max(2 * sent * kv, in_flight, order), [*phases, home + calls.backward(late)]
+def _largest(calls: Iterable[_Calls]) -> _Calls:
+    """Of each pass; nothing without calls."""
+    return _Calls(*(max(sizes) for sizes in zip((0, 0), *calls, strict=True)))
 
 
 def _with_ulysses(
-    inner: AttentionMemory, shape: AttentionShape, plan: AttentionPlan, row: RowBytes, chunks: int
+    inner: AttentionMemory, shape: AttentionShape, plan: AttentionPlan, token: _Token, chunks: int
 ) -> AttentionMemory:
-    """Attention of one group of heads after the other, between two all-to-alls.
+    """Attention of one head group after the other, between two all-to-alls.
 
-    With b = T (q + k + v) and o = T q bytes of a group: the next group (b) is on its way while one is used, and the
-    output of the one before (o) leaves. What arrives is saved, and so is the attention's output.
+    What arrives (`group`: q, k and v) is saved, and so is the attention's output (`out`). With several groups the next
+    one is on its way while one is used, sent and arriving, and the output of the one before leaves.
     """
-    layout = plan.layout
-    trades = layout.ulysses_degree > 1
-    length = layout.ring_shard_length
-    trade, out = length * (row.q + row.kv), length * row.q
-    local = layout.local_length * shape.head_dim * shape.itemsize
-    heads = lcm(shape.num_kv_heads, layout.ulysses_degree)
-    replicas = 2 * heads * local if heads > shape.num_kv_heads else 0
+    layout, several = plan.layout, chunks > 1
+    sends = layout.ulysses_degree > 1
+    group, out = (layout.ring_shard_length * size for size in (token.q + token.kv, token.q))
+    local = layout.local_length * shape.head_dim * shape.itemsize  # of one head
+    kv_heads = lcm(shape.num_kv_heads, layout.ulysses_degree)
+    replicas = 2 * kv_heads * local if kv_heads > shape.num_kv_heads else 0
     result, grads = shape.num_heads * local, (shape.num_heads + 2 * shape.num_kv_heads) * local
-    saved = trade + inner.forward.kept
-    sent, left = trade * trades, out * trades  # what arrives is saved; the output is sent from where it is saved
-    during = [
-        group * saved + trade + (sent + trade) * (group + 1 < chunks) + left * (group > 0) + attention
-        for group in range(chunks)
-        for attention in (inner.forward.peak, inner.forward.kept + left)
-    ]
-    forward = PassMemory(
-        replicas + result + max(sent + trade, chunks * saved + left, *during), result + chunks * saved
-    )
-    gathered = (shape.num_heads + 2 * heads) * local
-    phases = [gathered + trade, gathered + (2 * shape.num_kv_heads * local if replicas else 0)]
-    for group in range(chunks):  # the last group is the first
-        buffers = gathered if group + 2 < chunks else 0
-        behind = (sent + trade) * (group + 1 < chunks)  # gradients of the group before are on their way home
-        ahead = 2 * left * (group > 0)  # those of the next group's output come
-        phases.append(buffers + behind + ahead + left + inner.backward.peak)
-        phases.append(buffers + behind + ahead + 2 * trade)  # gradients of q, k and v are put side by side
-        phases.append(gathered * (group + 1 < chunks) + ahead + trade + max(trade, sent))
-    return AttentionMemory(forward, PassMemory(max(phases), grads))
+    in_flight = several * (sends + 1) * group
+    kept = result + chunks * (group + inner.forward.kept)
+    forward = replicas + kept + max(in_flight, sends * max(group, out)) + inner.forward.transient
+    gathered = (shape.num_heads + 2 * kv_heads) * local  # the gradients of all head groups
+    ahead = in_flight + 2 * several * sends * out
+    during = (chunks > 2) * gathered + ahead + max(sends * out + inner.backward.peak, 2 * group)
+    backward = max(during, gathered + 2 * group + 2 * several * sends * out)
+    return AttentionMemory(PassMemory(forward, kept), PassMemory(backward, grads))

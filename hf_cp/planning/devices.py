@@ -1,8 +1,7 @@
 """What a GPU can do: memory, sustained arithmetic, links.
 
 The table holds data-sheet numbers times the share that long training runs sustain. `hf-cp bench` measures the real
-ones; a file with the same keys replaces any of them. Invariant: a device knows which of its numbers were measured, and
-how far each may be off.
+ones; a file with the same keys replaces any of them. Invariant: a device knows which of its numbers were measured.
 """
 
 from __future__ import annotations
@@ -10,12 +9,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 
-GIB = 2**30
-ASSUMED_ERROR = 0.25  # of a rate of the table, relative: what runs sustain differs by about as much
-MEASURED_ERROR = 0.05  # of a measured one, at least: a training step is not the benchmark
+GIB, GIGA, TERA = 2**30, 1e9, 1e12
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,6 @@ class Device:
         intra_trade_gbs, inter_trade_gbs, intra_trade_latency, inter_trade_latency (`float`, *optional*): the same for
             trades of tokens for heads (Ulysses), the copies around them included; `None`: as other transfers.
         half_efficiency_tokens (`float`): blocks of so many tokens reach half of the kernel's sustained rate.
-        attention_error, matmul_error, intra_error, inter_error (`float`): relative errors of the rates.
         is_measured (`bool`): whether numbers come from `hf-cp bench` or another measurement.
         measured (sequence of `str`): which ones; empty with `is_measured`: all.
     """
@@ -56,10 +53,6 @@ class Device:
     intra_trade_latency: float | None = None
     inter_trade_latency: float | None = None
     half_efficiency_tokens: float = 512.0
-    attention_error: float = ASSUMED_ERROR
-    matmul_error: float = ASSUMED_ERROR
-    intra_error: float = ASSUMED_ERROR
-    inter_error: float = ASSUMED_ERROR
     is_measured: bool = False
     measured: tuple[str, ...] = ()
 
@@ -111,8 +104,7 @@ def find_device(which: str | Device, *, measured: str | Path | None = None) -> D
     Args:
         which (`str` or `Device`): "h100", ..., or the path of a JSON file, which may name a `base` device of the
             table; a `Device` is taken as it is.
-        measured (path, *optional*): `bench.json` of `hf-cp bench`; its `device` section wins, and the errors of rates
-            are what its `calibration` section shows.
+        measured (path, *optional*): `bench.json` of `hf-cp bench`; its `device` section wins.
 
     Raises:
         ValueError: no such device or field.
@@ -121,27 +113,11 @@ def find_device(which: str | Device, *, measured: str | Path | None = None) -> D
     if device is None:
         device = _from_file(Path(which))
     if measured is not None:
-        content = _read_object(Path(measured), "the bench.json of `hf-cp bench`")
-        section = content.get("device")
+        section = _read_object(Path(measured), "the bench.json of `hf-cp bench`").get("device")
         if not isinstance(section, dict):
             raise ValueError(f"{measured} has no 'device' section. Give a bench.json that `hf-cp bench` has written.")
-        errors = _measured_errors(section, content.get("calibration", {}))
-        device = _replace(device, {"is_measured": True, **errors, **section}, source=str(measured))
+        device = _replace(device, {"is_measured": True, **section}, source=str(measured))
     return device
-
-
-def _measured_errors(section: dict, calibration: dict) -> dict[str, float]:
-    """Relative errors of the measured rates: half of p10 to p90, or the residual of a link's fit."""
-    errors = {}
-    for name in ("attention", "matmul"):
-        if f"{name}_tflops" in section:
-            spread = calibration.get(name, {"p10": 1.0, "median": 1.0, "p90": 1.0})
-            errors[f"{name}_error"] = max(MEASURED_ERROR, (spread["p90"] - spread["p10"]) / 2 / spread["median"])
-    for name, in_node in (("intra", True), ("inter", False)):
-        if f"{name}_gbs" in section:
-            residuals = [link["residual"] for link in calibration.get("links", ()) if link["in_node"] is in_node]
-            errors[f"{name}_error"] = max([MEASURED_ERROR, *residuals])
-    return errors
 
 
 def _from_file(path: Path) -> Device:
@@ -178,7 +154,7 @@ def _replace(device: Device, values: dict, *, source: str) -> Device:
     if unknown:
         raise ValueError(f"{source} sets {', '.join(unknown)} of a device. The fields are {', '.join(_fields())}.")
     measured = tuple(dict.fromkeys((*device.measured, *_measured_fields(values))))
-    return dataclasses.replace(device, **{**values, "measured": measured})
+    return replace(device, **{**values, "measured": measured})
 
 
 def _measured_fields(values: dict) -> tuple[str, ...]:
@@ -188,3 +164,87 @@ def _measured_fields(values: dict) -> tuple[str, ...]:
 
 def _fields() -> list[str]:
     return [field.name for field in dataclasses.fields(Device)]
+
+
+@dataclass(frozen=True)
+class Link:
+    """One process's way out over an axis."""
+
+    bytes_per_second: float
+    latency: float
+    overlap: float = 1.0
+
+    def seconds(self, num_bytes: float, messages: int = 1) -> float:
+        """Of so many bytes in so many messages, one after another; nothing to send takes no time.
+
+        >>> Link(bytes_per_second=50e9, latency=1e-5).seconds(100e9, messages=2)
+        2.00002
+        """
+        return messages * self.latency + num_bytes / self.bytes_per_second if num_bytes else 0.0
+
+    def exposed(self, seconds: float, compute: float) -> float:
+        """What transfers of so many seconds add to so much arithmetic that runs beside them.
+
+        >>> Link(bytes_per_second=50e9, latency=1e-5, overlap=0.5).exposed(3.0, compute=2.0)
+        2.0
+        """
+        return seconds - self.overlap * min(seconds, compute)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """GPUs, and how many of them share a node."""
+
+    device: Device
+    num_gpus: int
+    gpus_per_node: int
+
+    def link(self, span: int) -> Link:
+        """The slowest link between neighbours of the groups of `span` consecutive processes."""
+        inside, between = self._links()
+        return inside if self.is_in_node(span) else between
+
+    def _links(self, *, for_all_to_all: bool = False) -> tuple[Link, Link]:
+        """Inside a node, and between nodes; all-to-alls have rates of their own where these are known."""
+        d = self.device
+        inside = Link(d.intra_gbs * GIGA, d.intra_latency, d.intra_overlap)
+        between = Link(d.inter_gbs * GIGA, d.inter_latency, d.inter_overlap)
+        if not for_all_to_all:
+            return inside, between
+        own = ((d.intra_trade_gbs, d.intra_trade_latency), (d.inter_trade_gbs, d.inter_trade_latency))
+        return tuple(
+            replace(
+                link,
+                bytes_per_second=link.bytes_per_second if gbs is None else gbs * GIGA,
+                latency=link.latency if latency is None else latency,
+            )
+            for link, (gbs, latency) in zip((inside, between), own, strict=True)
+        )
+
+    def link_to_all(self, size: int, span: int, *, for_all_to_all: bool = False) -> Link:
+        """The way out to all others of a group of `size` in `span` consecutive processes, some maybe on its own node.
+
+        Of the size - 1 parts of what is sent, only those for other nodes take the slow link; the others travel at the
+        same time.
+        """
+        inside, between = self._links(for_all_to_all=for_all_to_all)
+        if self.is_in_node(span):
+            return inside
+        is_regular = span % self.gpus_per_node == 0
+        own_node = max(1, self.gpus_per_node * size // span) if is_regular else 1
+        crossing = (size - own_node) / (size - 1)
+        fastest = inside.bytes_per_second / (1 - crossing) if crossing < 1 else inf
+        return replace(between, bytes_per_second=min(between.bytes_per_second / crossing, fastest))
+
+    def is_in_node(self, span: int) -> bool:
+        """Whether each group of `span` consecutive processes is on one node.
+
+        Group i begins at process i * span: all groups keep to a node exactly if `span` divides its processes. With 8
+        a node, the third group of 3 would be on two.
+        """
+        return self.gpus_per_node % span == 0 or (self.num_nodes == 1 and span <= self.num_gpus)
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes, the last one maybe not full."""
+        return -(-self.num_gpus // self.gpus_per_node)

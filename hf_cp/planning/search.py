@@ -1,59 +1,66 @@
 """Which degrees and engine: every legal combination is priced, those that do not fit are set aside.
 
-Estimates are not measurements. Combinations within `TIE` of the fastest are called equal, and those whose order the
-errors of the rates could turn round; one stated rule decides among them: memory to spare, then Ulysses inside a node,
-the smallest context-parallel group, the fewest ring steps, `auto` before a fixed engine, the fewest bytes.
+Estimates are not measurements: a step may take `ERROR` more or less. Such errors move all splits together, so they
+seldom turn an order; but speeds that differ by less than `SPEED_STEP` are not told apart, and one rule decides: memory
+to spare, then Ulysses inside a node, the smallest context-parallel group, the fewest ring steps, `auto` before a fixed
+engine, the fewest bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
-from hf_cp.config import ContextParallelConfig, divisors, sensible_ulysses_degrees
+import numpy as np
+
+from hf_cp.config import RING_COMMS, ContextParallelConfig, divisors, sensible_ulysses_degrees
+from hf_cp.data.order import attention_areas
 from hf_cp.planning.attention_memory import attention_memory
-from hf_cp.planning.devices import GIB, Device, find_device
+from hf_cp.planning.devices import GIB, Cluster, Device, find_device
 from hf_cp.planning.memory import Memory, Training, run_memory
 from hf_cp.planning.model_shape import ModelShape
-from hf_cp.planning.rows import Rows
-from hf_cp.planning.step_time import Cluster, RowCost, StepTime
+from hf_cp.planning.packing_preview import spread_samples
+from hf_cp.planning.step_time import Cost, SampleCost
 from hf_cp.sequence.costs import choose_engine
-from hf_cp.sequence.plan import AttentionPlan
+from hf_cp.sequence.packing import PackingManifest, pack_documents
 
-TIE = 0.05  # relative difference of estimates that is no difference
-MEMORY_SHARE = 0.9  # of the memory that a plan may use: estimates err, allocators fragment
+# With measured rates, 36 of the 40 attention cases of docs/benchmarks/plan_vs_bench.json are within this share of what
+# was measured (a test counts them). Rates of the data sheets differ from what long runs sustain by about as much.
+ERROR = 0.25
+SPEED_STEP = 0.05  # of the fastest split's speed
+MEMORY_SHARE = 0.9  # of the memory that a split may use: estimates err, allocators fragment
 SPARE = 0.1  # of what may be used: less free memory is little
-TOKENS_STEP = 1024  # of the longest row that fits
-LONG_ENOUGH = 2**14  # local tokens from where on no part of the memory depends on chunk sizes
-ENGINES = ("p2p", "exchange", "allgather")
+TOKENS_STEP = 1024  # of the longest document that fits
+LONG_ENOUGH = 2**14  # local tokens; from there on no part of the memory depends on chunk sizes
+PRICED_SAMPLES = 8
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to split rows over the GPUs.
+    """One way to split samples over the GPUs.
 
     Attributes:
         config (`ContextParallelConfig`): degrees, engine, layout.
-        engines (`tuple[str, ...]`): what runs: the config's engine, or what `auto` takes for the priced rows.
-        dp_size (`int`): rows that are trained on at the same time.
-        memory (`Memory`): of one GPU, for the row that needs most.
-        step (`StepTime`): a micro-step, mean over the rows.
+        engines (`tuple[str, ...]`): what runs: the config's engine, or what `auto` takes for the priced samples.
+        dp_size (`int`): samples that are trained on at the same time.
+        memory (`Memory`): of one GPU, for the sample that needs most.
+        step (`Cost`): a micro-step, mean over the samples.
         tokens_per_second (`float`): per GPU.
         free (`float`): share of the memory that may be used and is not; below 0 the split does not fit.
         ulysses_in_node (`bool`): whether a Ulysses group stays on one node.
-        longest_row (`int`): tokens of the longest document that fits.
+        longest_document (`int`): tokens of the longest document that fits.
     """
 
     config: ContextParallelConfig
     engines: tuple[str, ...]
     dp_size: int
     memory: Memory
-    step: StepTime
+    step: Cost
     tokens_per_second: float
     free: float
     ulysses_in_node: bool
-    longest_row: int
+    longest_document: int
 
     @property
     def fits(self) -> bool:
@@ -67,31 +74,11 @@ class Candidate:
 
     @property
     def order(self) -> tuple:
-        """The rule among equals."""
+        """The rule between splits of the same speed."""
         config = self.config
         sent = self.step.ring_bytes + self.step.ulysses_bytes
         is_fixed = config.ring_comm != "auto"
         return self.is_tight, not self.ulysses_in_node, config.cp_size, config.ring_degree, is_fixed, sent
-
-    def is_as_fast(self, other: Candidate) -> bool:
-        """Whether estimates cannot tell the two apart.
-
-        Let C be the GPU seconds of arithmetic and waiting for a row, E those of exposed communication. Splits are
-        equal where C + E differ by no more than `TIE`. Beyond, an error of the rates scales differences but does not
-        turn them, unless one split saves C and the other E, and what remains is within the larger relative error e of
-        the two: |dC + dE| <= e (|dC| + |dE|).
-        """
-        (compute, exposed), (other_compute, other_exposed) = self._gpu_seconds, other._gpu_seconds
-        longest = max(compute + exposed, other_compute + other_exposed)
-        compute, exposed = compute - other_compute, exposed - other_exposed
-        error = max(step.error / step.seconds for step in (self.step, other.step))
-        return abs(compute + exposed) <= max(TIE * longest, error * (abs(compute) + abs(exposed)))
-
-    @property
-    def _gpu_seconds(self) -> tuple[float, float]:
-        """For one row, of all GPUs that share it: (arithmetic and waiting, exposed communication)."""
-        step, size = self.step, self.config.cp_size
-        return (step.compute + step.waiting) * size, step.exposed * size
 
 
 @dataclass(frozen=True)
@@ -102,19 +89,19 @@ class Plan:
     training: Training
     cluster: Cluster
     seq_len: int
-    num_rows: int
+    num_samples: int
     num_documents: int
     candidates: tuple[Candidate, ...]
-    longest_row: int
 
     @property
     def recommended(self) -> Candidate | None:
         """The first choice."""
-        return next((candidate for candidate in self.candidates if candidate.fits), None)
+        return self.candidates[0] if self.candidates[0].fits else None
 
-    def ties(self) -> list[Candidate]:
-        """Candidates that fit and are as fast as the fastest one, as far as an estimate can tell."""
-        return _ties(self.candidates)
+    @property
+    def longest_document(self) -> int:
+        """Tokens of the longest document that any of the candidates holds."""
+        return max(candidate.longest_document for candidate in self.candidates)
 
 
 def plan_context_parallel(
@@ -129,17 +116,17 @@ def plan_context_parallel(
     cp_size: int | None = None,
     measured: str | None = None,
 ) -> Plan:
-    """Prices every legal (dp, ring, ulysses, engine) for rows of up to `seq_len` tokens.
+    """Prices every legal (dp, ring, ulysses, engine) for packed samples of up to `seq_len` tokens.
 
     Args:
         model_config (`PretrainedConfig`): of a causal LM.
-        seq_len (`int`): tokens of the longest row.
+        seq_len (`int`): tokens of the longest sample.
         num_gpus (`int`): processes in all.
         gpus_per_node (`int`, *optional*, defaults to 8): processes that share fast links.
         gpu (`str` or `Device`, *optional*, defaults to `"h100"`): see [`find_device`].
         training (`Training`, *optional*): ZeRO stage, LoRA rank, checkpointing; ZeRO-3 with checkpointing by default.
-        lengths (sequence of `int`, *optional*): document lengths; they are packed into rows of at most `seq_len`. By
-            default a row is one document.
+        lengths (sequence of `int`, *optional*): document lengths; they are packed into samples of at most `seq_len`.
+            By default a sample is one document.
         cp_size (`int`, *optional*): only groups of this size.
         measured (path, *optional*): `bench.json` of `hf-cp bench`.
 
@@ -155,22 +142,14 @@ def plan_context_parallel(
         )
     cluster = Cluster(find_device(gpu, measured=measured), num_gpus, min(gpus_per_node, num_gpus))
     model, training = ModelShape.from_config(model_config), training or Training()
-    rows = Rows(((seq_len,),)) if lengths is None else Rows.packed(lengths, seq_len)
+    lengths = (seq_len,) if lengths is None else tuple(int(length) for length in lengths)
+    manifest = PackingManifest(lengths, tuple(map(tuple, pack_documents(lengths, seq_len))), seq_len)
     candidates = [
         candidate
         for config in _configs(model, num_gpus, cp_size)
-        for candidate in _candidates(config, rows, model, training, cluster)
+        for candidate in _candidates(config, manifest, model, training, cluster)
     ]
-    return Plan(
-        model,
-        training,
-        cluster,
-        seq_len,
-        len(rows.doc_lengths),
-        len(lengths) if lengths is not None else 1,
-        _ranked(candidates),
-        max(candidate.longest_row for candidate in candidates),
-    )
+    return Plan(model, training, cluster, seq_len, len(manifest.rows), len(lengths), _ranked(candidates))
 
 
 def _configs(model: ModelShape, num_gpus: int, cp_size: int | None) -> list[ContextParallelConfig]:
@@ -189,63 +168,80 @@ def _configs(model: ModelShape, num_gpus: int, cp_size: int | None) -> list[Cont
 
 
 def _candidates(
-    config: ContextParallelConfig, rows: Rows, model: ModelShape, training: Training, cluster: Cluster
+    config: ContextParallelConfig, manifest: PackingManifest, model: ModelShape, training: Training, cluster: Cluster
 ) -> list[Candidate]:
-    """The split with `auto`, and with every engine that is not the one which `auto` takes for all rows."""
-    lengths = (*rows.sampled, *rows.largest, *_probes(config, training))
-    costs = {row: RowCost(row, config, model, training, cluster) for row in lengths}
-    auto = _price(costs, rows)
-    others = [engine for engine in ENGINES if config.ring_degree > 1 and auto.engines != (engine,)]
-    return [auto, *(_price({row: c.with_engine(engine) for row, c in costs.items()}, rows) for engine in others)]
+    """The split with `auto`, and with every engine that is not the one which `auto` takes for all samples."""
+    wanted = {*spread_samples(manifest, PRICED_SAMPLES), _fullest(manifest), *_probes(config, training)}
+    costs = {sample: SampleCost.of(sample, config, model, training, cluster) for sample in wanted}
+    auto = _price(costs, manifest)
+    others = [name for name in RING_COMMS if config.ring_degree > 1 and name != "auto" and auto.engines != (name,)]
+    return [auto, *(_price({sample: c.with_engine(name) for sample, c in costs.items()}, manifest) for name in others)]
 
 
-def _price(costs: Mapping[tuple[int, ...], RowCost], rows: Rows) -> Candidate:
-    """One split; `costs` has the sampled and the largest rows, and the probes of the longest one."""
-    one = costs[rows.sampled[0]]
-    config, cluster = one.config, one.cluster
+def _price(costs: Mapping[tuple[int, ...], SampleCost], manifest: PackingManifest) -> Candidate:
+    """One split; `costs` has some samples, among them those that need most memory, and the probes of the longest."""
+    priced = [costs[sample] for sample in spread_samples(manifest, PRICED_SAMPLES)]
+    *_, largest = priced
+    config, cluster = largest.config, largest.cluster
     dp_size = cluster.num_gpus // config.cp_size
-    step = rows.micro_step([costs[row].step() for row in rows.sampled], dp_size=dp_size)
-    memory = max((_memory(costs[row]) for row in rows.largest), key=lambda memory: memory.total)
+    step = _mean_step(priced, manifest)
+    memory = max((_memory(cost) for cost in (largest, costs[_fullest(manifest)])), key=lambda memory: memory.total)
     return Candidate(
         config,
-        tuple(dict.fromkeys(engine for row in rows.sampled for engine in costs[row].engines)),
+        tuple(dict.fromkeys(engine for cost in priced for engine in cost.engines)),
         dp_size,
         memory,
         step,
-        rows.mean_tokens * dp_size / step.seconds / cluster.num_gpus,
+        manifest.num_tokens / len(manifest.rows) * dp_size / step.seconds / cluster.num_gpus,
         1 - memory.total / _usable_bytes(cluster),
         cluster.is_in_node(config.ulysses_degree),
-        _longest_row([costs[row] for row in _probes(config, one.training)]),
+        _longest_document([costs[document] for document in _probes(config, largest.training)]),
     )
+
+
+def _mean_step(priced: Sequence[SampleCost], manifest: PackingManifest) -> Cost:
+    """Mean over all samples: those that were not priced lie between the others, by their attention area."""
+    known, first = np.unique([_area(cost.layout.doc_lengths) for cost in priced], return_index=True)
+    steps = [priced[number].step() for number in first]
+    areas = attention_areas(manifest)
+    return Cost(*(float(np.interp(areas, known, [getattr(s, f.name) for s in steps]).mean()) for f in fields(Cost)))
+
+
+def _fullest(manifest: PackingManifest) -> tuple[int, ...]:
+    """The sample with most tokens; the costliest one, which may need more memory, is priced anyway."""
+    return max((tuple(manifest.lengths[document] for document in row) for row in manifest.rows), key=sum)
 
 
 def _usable_bytes(cluster: Cluster) -> float:
     return MEMORY_SHARE * cluster.device.memory_gib * GIB
 
 
-def _memory(row: RowCost) -> Memory:
+def _memory(cost: SampleCost) -> Memory:
+    """Of one GPU; attention's buffers are those of the first rank, in the pass and layer that need most."""
+    config = cost.config
+    passes = [
+        part
+        for plan in cost.plans
+        for part in attention_memory(
+            cost.shape, plan, 0, choose_engine(config, plan), head_chunks=config.head_chunks, bands=True
+        )
+    ]
     return run_memory(
-        row.model,
-        row.training,
-        world_size=row.cluster.num_gpus,
-        local_tokens=row.layout.local_length,
-        attention_transients=_transients(row),
-        ulysses_degree=row.config.ulysses_degree,
+        cost.model,
+        cost.training,
+        world_size=cost.cluster.num_gpus,
+        local_tokens=cost.layout.local_length,
+        attention_transients=max(part.transient for part in passes),
+        ulysses_degree=config.ulysses_degree,
     )
 
 
-def _ties(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Fitting ones that are as fast as the fastest of them."""
-    fitting = [c for c in candidates if c.fits]
-    fastest = max(fitting, key=lambda c: c.tokens_per_second, default=None)
-    return [c for c in fitting if c.is_as_fast(fastest)]
-
-
 def _ranked(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """Fitting ones first; the tie rule among the fastest, then by estimated speed; then those that do not fit."""
-    tied = sorted(_ties(candidates), key=lambda c: c.order)
-    rest = sorted((c for c in candidates if c.fits and c not in tied), key=lambda c: -c.tokens_per_second)
-    return (*tied, *rest, *sorted((c for c in candidates if not c.fits), key=lambda c: c.memory.total))
+    """Fitting ones first, by speed in steps of `SPEED_STEP` below the fastest, then the rule; then by memory."""
+    fitting = [c for c in candidates if c.fits]
+    fastest = max((c.tokens_per_second for c in fitting), default=0.0)
+    fitting.sort(key=lambda c: (int((1 - c.tokens_per_second / fastest) / SPEED_STEP), c.order))
+    return (*fitting, *sorted((c for c in candidates if not c.fits), key=lambda c: c.memory.total))
 
 
 def _probes(config: ContextParallelConfig, training: Training) -> list[tuple[int]]:
@@ -254,10 +250,10 @@ def _probes(config: ContextParallelConfig, training: Training) -> list[tuple[int
     return [(local * config.cp_size,), (2 * local * config.cp_size,)]
 
 
-def _longest_row(probes: Sequence[RowCost]) -> int:
+def _longest_document(probes: Sequence[SampleCost]) -> int:
     """Tokens of the longest document that fits, in steps of 1,024: everything but the states grows with its tokens.
 
-    (A short row's logits are less than a chunk's; that does not matter here.)
+    (The logits of a short one are less than a chunk's; that does not matter here.)
     """
     one, two = (_memory(probe).total for probe in probes)
     tokens, room = probes[0].layout.num_tokens, _usable_bytes(probes[0].cluster) - (2 * one - two)  # at no tokens
@@ -281,14 +277,3 @@ def _check_nodes(num_gpus: int, gpus_per_node: int) -> None:
         f"  Use {num_gpus - rest} or {num_gpus - rest + gpus_per_node} GPUs, or {even} a node "
         f"(--gpus-per-node {even})."
     )
-
-
-def _transients(row: RowCost) -> int:
-    """Bytes that an attention call needs for a moment, on the first rank, in the pass and layer that need most."""
-    config, passes = row.config, []
-    for window, _ in row.model.windows:
-        plan = AttentionPlan(row.layout, window=window)
-        engine = choose_engine(config, plan)
-        memory = attention_memory(row.shape, plan, 0, engine, head_chunks=config.head_chunks, bands=True)
-        passes += [memory.forward.transient, memory.backward.transient]
-    return max(passes)
