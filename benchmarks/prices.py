@@ -10,10 +10,10 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from hf_cp.planning.devices import Device
+from hf_cp.planning.devices import Cluster, Device
 from hf_cp.planning.memory import Training
 from hf_cp.planning.model_shape import ModelShape
-from hf_cp.planning.step_time import Cluster, RowCost
+from hf_cp.planning.step_time import SampleCost
 from hf_cp.tools.bench.cases import Case, Heads
 from hf_cp.tools.bench.results import Spread
 
@@ -65,9 +65,8 @@ def estimate(case: Case, cluster: Cluster) -> float:
     """Seconds of forward and backward pass of one attention layer; recomputation repeats the forward pass."""
     setting = case.setting
     training = Training(itemsize=setting.torch_dtype.itemsize)
-    cost = RowCost(setting.doc_lengths, case.config, _layer(setting.heads), training, cluster).attention(None)
-    seconds = cost.forward * (2 if setting.recompute else 1) + cost.backward
-    return seconds.compute + seconds.exposed
+    cost = SampleCost.of(setting.doc_lengths, case.config, _layer(setting.heads), training, cluster).layers()
+    return (cost.forward * (2 if setting.recompute else 1) + cost.backward).seconds
 
 
 def compare(priced: Sequence[Priced], *, tolerance: float = TOLERANCE) -> list[Pair]:

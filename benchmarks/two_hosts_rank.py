@@ -24,10 +24,10 @@ from attention import kernel_run, sharded
 from hf_cp import ContextParallelConfig, ContextParallelMesh
 from hf_cp.distributed.collectives import start_hop
 from hf_cp.distributed.communicator import Communicator
-from hf_cp.planning.devices import Device
+from hf_cp.planning.devices import GIGA, TERA, Cluster, Device
 from hf_cp.planning.memory import Training
 from hf_cp.planning.model_shape import ModelShape
-from hf_cp.planning.step_time import GIGA, TERA, Cluster, RowCost
+from hf_cp.planning.step_time import SampleCost
 from hf_cp.sequence.costs import AttentionShape, attention_flops
 from hf_cp.sequence.tiles import Tile
 from hf_cp.tools.bench.calibration import Point, fit, fit_kernel, hidden_share
@@ -197,8 +197,8 @@ def estimate(split: Split, tokens: int, shape: Namespace, device: Device) -> flo
             }
         )
     cluster = Cluster(device, num_gpus=dist.get_world_size(), gpus_per_node=PER_HOST)
-    cost = RowCost((tokens,), split.config, model_shape(shape), Training(itemsize=4), cluster).attention(None)
-    return sum(getattr(part, kind) for part in (cost.forward, cost.backward) for kind in ("compute", "exposed"))
+    cost = SampleCost.of((tokens,), split.config, model_shape(shape), Training(itemsize=4), cluster)
+    return cost.layers().total.seconds
 
 
 def model_shape(shape: Namespace) -> ModelShape:

@@ -236,6 +236,12 @@ def head_counts(model_config: typing.Any) -> tuple[int, int]:
     return num_heads, getattr(model_config, "num_key_value_heads", None) or num_heads
 
 
+def head_size(model_config: typing.Any) -> int:
+    """Elements of one head of a Hugging Face model config."""
+    size = getattr(model_config, "head_dim", None)
+    return size or model_config.hidden_size // model_config.num_attention_heads
+
+
 def check_heads(num_heads: int, num_kv_heads: int, config: ContextParallelConfig) -> None:
     """Raises ValueError unless the heads fit the config.
 

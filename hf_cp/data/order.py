@@ -23,6 +23,7 @@ from functools import cached_property
 import numpy as np
 
 from hf_cp.sequence.packing import PackingManifest
+from hf_cp.sequence.placement import causal_area
 
 MASKED_ROW = -1  # stands for a row without targets, where rows do not divide over dp ranks
 MAX_WINDOWS_PER_POOL = 50  # rows are sorted by cost inside pools of this many windows
@@ -30,10 +31,7 @@ MAX_WINDOWS_PER_POOL = 50  # rows are sorted by cost inside pools of this many w
 
 def attention_areas(manifest: PackingManifest) -> tuple[int, ...]:
     """Visible (query, key) pairs of each row: the cost in which rows of about equally many tokens differ."""
-    return tuple(
-        sum(length * (length + 1) // 2 for length in (manifest.lengths[document] for document in row))
-        for row in manifest.rows
-    )
+    return tuple(sum(causal_area(manifest.lengths[document]) for document in row) for row in manifest.rows)
 
 
 def check_rows_per_step(rows_per_step: int, dp_size: int) -> None:

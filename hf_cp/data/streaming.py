@@ -29,6 +29,7 @@ from hf_cp.data.order import check_rows_per_step, even_out
 from hf_cp.data.position import LoaderPosition
 from hf_cp.distributed.communicator import Communicator
 from hf_cp.sequence.packing import DocumentCounts, pack_documents
+from hf_cp.sequence.placement import causal_area
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +129,7 @@ class StreamRows(IterableDataset):
         rows = self._rows()
         while True:
             window = list(itertools.islice(rows, self.rows_per_step))
-            costs = [sum(len(document) * (len(document) + 1) // 2 for document in row) for row in window]
+            costs = [sum(causal_area(len(document)) for document in row) for row in window]
             order = even_out(range(len(window)), costs, self.dp_size)
             for start in range(0, len(order), self.dp_size):
                 yield [window[number] for number in order[start : start + self.dp_size]]

@@ -127,17 +127,7 @@ def attention_memory(
     kv_heads = lcm(shape.num_kv_heads, layout.ulysses_degree)
     token = _Token.of(shape, layout.ulysses_degree * chunks, kv_heads)
 
-    def calls(tiles: Iterable[Tile], *, come_first: bool = False) -> _Calls:
-        return _Calls.of(list(tiles), token, bands=bands, queries=come_first * layout.ring_shard_length)
-
-    if not plan.needs_traffic:
-        during = calls(plan.tiles(ring_rank, ring_rank), come_first=True)
-    elif ring_comm == "p2p":
-        during = _ring(plan, ring_rank, token, calls)
-    elif ring_comm == "exchange":
-        during = _exchange(plan, ring_rank, token, calls)
-    else:
-        during = _all_gather(plan.gathered(ring_rank, in_order=bands), layout.ring_degree, token, calls, gather_chunks)
+    during = _during(plan, ring_rank, ring_comm, token, bands=bands, head_groups=gather_chunks)
     length, casts = layout.ring_shard_length, token.q != token.q_sum
     saved, grads = length * (token.q + token.lse), length * (token.q + token.kv)
     # at the end the sums are cast, and both exist; the backward pass has the numbers (int64) of the slots that travel
@@ -145,6 +135,21 @@ def attention_memory(
     backward = length * (token.q_sum + token.kv_sum + 8) + max(during.backward, casts * grads)
     memory = AttentionMemory(PassMemory(forward, saved), PassMemory(backward, grads))
     return memory if layout.ulysses_degree == chunks == 1 else _with_ulysses(memory, shape, plan, token, chunks)
+
+
+def _during(plan: AttentionPlan, rank: int, ring_comm: str, token: _Token, *, bands: bool, head_groups: int) -> _Calls:
+    """What is held beside the sums: tokens of others, and a kernel call."""
+
+    def calls(tiles: Iterable[Tile], *, come_first: bool = False) -> _Calls:
+        queries = plan.layout.ring_shard_length if come_first else 0
+        return _Calls.of(list(tiles), token, bands=bands, queries=queries)
+
+    if not plan.needs_traffic:
+        return calls(plan.tiles(rank, rank), come_first=True)
+    if ring_comm == "allgather":
+        keys = plan.gathered(rank, in_order=bands)
+        return _all_gather(keys, plan.layout.ring_degree, token, calls, head_groups)
+    return (_ring if ring_comm == "p2p" else _exchange)(plan, rank, token, calls)
 
 
 def _ring(plan: AttentionPlan, rank: int, token: _Token, calls: Callable[..., _Calls]) -> _Calls:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_cp.config import head_counts
+from hf_cp.config import head_counts, head_size
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class ModelShape:
             vocab_size=config.vocab_size,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
+            head_dim=head_size(config),
             num_parameters=sum(p.numel() for p in model.parameters()),
             layer_parameters=max(sum(p.numel() for p in layer.parameters()) for layer in layers),
             linear_parameters=sum(module.weight.numel() for module in linear),

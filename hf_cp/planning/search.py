@@ -24,6 +24,7 @@ from hf_cp.planning.packing_preview import spread_samples
 from hf_cp.planning.step_time import Cost, SampleCost
 from hf_cp.sequence.costs import choose_engine
 from hf_cp.sequence.packing import PackingManifest, pack_documents
+from hf_cp.sequence.placement import causal_area
 
 # With measured rates, 36 of the 40 attention cases of docs/benchmarks/plan_vs_bench.json are within this share of what
 # was measured (a test counts them). Rates of the data sheets differ from what long runs sustain by about as much.
@@ -135,21 +136,15 @@ def plan_context_parallel(
             document is longer than `seq_len`, or no split of the heads is legal.
     """
     _check_sizes(seq_len=seq_len, num_gpus=num_gpus, gpus_per_node=gpus_per_node)
-    _check_nodes(num_gpus, gpus_per_node)
-    if cp_size is not None and (cp_size < 1 or num_gpus % cp_size):
-        raise ValueError(
-            f"cp_size={cp_size} does not divide {num_gpus} GPUs. Choose one of {divisors(num_gpus)}, or leave it out."
-        )
+    _check_groups(num_gpus, gpus_per_node, cp_size)
     cluster = Cluster(find_device(gpu, measured=measured), num_gpus, min(gpus_per_node, num_gpus))
     model, training = ModelShape.from_config(model_config), training or Training()
     lengths = (seq_len,) if lengths is None else tuple(int(length) for length in lengths)
     manifest = PackingManifest(lengths, tuple(map(tuple, pack_documents(lengths, seq_len))), seq_len)
     candidates = [
-        candidate
-        for config in _configs(model, num_gpus, cp_size)
-        for candidate in _candidates(config, manifest, model, training, cluster)
+        _candidates(config, manifest, model, training, cluster) for config in _configs(model, num_gpus, cp_size)
     ]
-    return Plan(model, training, cluster, seq_len, len(manifest.rows), len(lengths), _ranked(candidates))
+    return Plan(model, training, cluster, seq_len, len(manifest.rows), len(lengths), _ranked(sum(candidates, [])))
 
 
 def _configs(model: ModelShape, num_gpus: int, cp_size: int | None) -> list[ContextParallelConfig]:
@@ -201,7 +196,7 @@ def _price(costs: Mapping[tuple[int, ...], SampleCost], manifest: PackingManifes
 
 def _mean_step(priced: Sequence[SampleCost], manifest: PackingManifest) -> Cost:
     """Mean over all samples: those that were not priced lie between the others, by their attention area."""
-    known, first = np.unique([_area(cost.layout.doc_lengths) for cost in priced], return_index=True)
+    known, first = np.unique([sum(map(causal_area, cost.layout.doc_lengths)) for cost in priced], return_index=True)
     steps = [priced[number].step() for number in first]
     areas = attention_areas(manifest)
     return Cost(*(float(np.interp(areas, known, [getattr(s, f.name) for s in steps]).mean()) for f in fields(Cost)))
@@ -266,7 +261,11 @@ def _check_sizes(**sizes: int) -> None:
             raise ValueError(f"{name} must be a positive integer, got {value!r}.")
 
 
-def _check_nodes(num_gpus: int, gpus_per_node: int) -> None:
+def _check_groups(num_gpus: int, gpus_per_node: int, cp_size: int | None) -> None:
+    if cp_size is not None and (cp_size < 1 or num_gpus % cp_size):
+        raise ValueError(
+            f"cp_size={cp_size} does not divide {num_gpus} GPUs. Choose one of {divisors(num_gpus)}, or leave it out."
+        )
     if num_gpus <= gpus_per_node or num_gpus % gpus_per_node == 0:
         return
     nodes, rest = divmod(num_gpus, gpus_per_node)

@@ -21,12 +21,12 @@ from hf_cp.sequence.costs import (
     BACKWARD_FLOPS,
     AttentionShape,
     attention_flops,
+    choose_engine,
     ring_bytes,
     ring_tokens,
     row_elements,
     ulysses_bytes,
 )
-from hf_cp.sequence.costs import choose_engine
 from hf_cp.sequence.layout import SequenceLayout
 from hf_cp.sequence.plan import AttentionPlan
 

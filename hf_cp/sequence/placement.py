@@ -12,7 +12,7 @@ rank.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -50,7 +50,7 @@ def place_documents(doc_lengths: np.ndarray, ring_degree: int) -> np.ndarray:
     >>> place_documents(np.array([100, 4, 4, 4, 4]), 2).tolist()
     [-1, 0, 1, 0, 1]
     """
-    doc_areas = attention_area(doc_lengths.astype(np.float64))
+    doc_areas = causal_area(doc_lengths.astype(np.float64))
     documents = Loads(doc_lengths * ring_degree / doc_lengths.sum(), doc_areas * ring_degree / doc_areas.sum())
     by_length = np.lexsort((np.arange(len(doc_lengths)), -doc_lengths))
     best_owners, best_fullness = None, np.inf
@@ -145,9 +145,13 @@ def _cut_more(doc_lengths: np.ndarray, documents: Loads, ranks: Loads, owners: n
             load += share[doc] * spread / spread.sum()
 
 
-def attention_area(length: np.ndarray) -> np.ndarray:
-    """Visible (query, key) pairs of a causal document."""
-    return length * (length + 1) / 2
+def causal_area(length: Any) -> Any:
+    """Visible (query, key) pairs of a causal document of `length` tokens, 1 + 2 + ... + length; arrays too.
+
+    >>> causal_area(4)
+    10
+    """
+    return length * (length + 1) // 2
 
 
 def zigzag_borders(lengths: np.ndarray, ring_degree: int, chunk: np.ndarray) -> np.ndarray:
@@ -159,6 +163,6 @@ def zigzag_loads(lengths: np.ndarray, ring_degree: int) -> tuple[np.ndarray, np.
     """(tokens, attention area) of every rank, fp64 [ring_degree], of documents that are zigzagged over all ranks."""
     borders = zigzag_borders(lengths, ring_degree, np.arange(2 * ring_degree + 1))
     chunk_tokens = np.diff(borders, axis=0).sum(-1).astype(np.float64)
-    chunk_areas = np.diff(attention_area(borders.astype(np.float64)), axis=0).sum(-1)
+    chunk_areas = np.diff(causal_area(borders.astype(np.float64)), axis=0).sum(-1)
     first, last = slice(0, ring_degree), slice(None, ring_degree - 1, -1)
     return chunk_tokens[first] + chunk_tokens[last], chunk_areas[first] + chunk_areas[last]

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from hf_cp.planning.packing_preview import LayoutPreview
-    from hf_cp.tools.pack import PackPreview
+from hf_cp.planning.packing_preview import LayoutPreview, PackPreview
 
 __all__ = ["draw_preview", "plot_preview"]
 
@@ -25,7 +23,7 @@ def plot_preview(path: str | os.PathLike, preview: PackPreview) -> None:
 
 
 def draw_preview(preview: PackPreview) -> Any:
-    """A matplotlib figure: the lengths, and where rows are cut over a ring, the ring ranks."""
+    """A matplotlib figure: the lengths, and where samples are cut over a ring, the ring ranks."""
     from matplotlib.figure import Figure
 
     layouts = preview.layouts if preview.layouts[0].traffic else ()
@@ -51,7 +49,7 @@ def _draw_lengths(axes: Any, preview: PackPreview) -> None:
 
 
 def _draw_ranks(areas: Any, sent: Any, layouts: Sequence[LayoutPreview]) -> None:
-    """Means over rows, whose ups and downs may cancel: balance, in the legend, is that of single rows."""
+    """Means over samples, whose ups and downs may cancel: balance, in the legend, is that of single ones."""
     width = 0.8 / len(layouts)
     for number, layout in enumerate(layouts):
         places = [rank + (number + 0.5) * width - 0.4 for rank in range(len(layout.areas))]
@@ -59,9 +57,9 @@ def _draw_ranks(areas: Any, sent: Any, layouts: Sequence[LayoutPreview]) -> None
         balance = f"{layout.layout} (balance {layout.balance:.3f})"
         areas.bar(places, [area / mean for area in layout.areas], width, label=balance)
         engines = f"{layout.layout} ({', '.join(layout.auto)})"
-        sent.bar(places, layout.traffic[-1].rows_by_rank, width, label=engines)
+        sent.bar(places, layout.traffic[-1].tokens_by_rank, width, label=engines)
     areas.set(title="attention area, over the mean", xlabel="ring rank")
-    sent.set(title="K/V rows sent in a layer and pass", xlabel="ring rank")
+    sent.set(title="K/V tokens sent in a layer and pass", xlabel="ring rank")
     for axes in (areas, sent):
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), fontsize="small", frameon=False)

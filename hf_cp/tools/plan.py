@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from hf_cp.output import OK, PROBLEM, Table, Verdict, print_json, print_usage_er
 from hf_cp.planning.devices import GIB, Device
 from hf_cp.planning.memory import CHECKPOINTING, Training
 from hf_cp.planning.model_names import known_models, load_config
-from hf_cp.planning.search import MEMORY_SHARE, SPARE, TIE, Candidate, Plan, plan_context_parallel
+from hf_cp.planning.search import ERROR, MEMORY_SHARE, SPARE, SPEED_STEP, Candidate, Plan, plan_context_parallel
 
 __all__ = ["add_arguments", "plan_context_parallel", "run"]
 
@@ -41,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", help=f"folder or config.json of a model, or one of {', '.join(known_models())}", metavar="MODEL"
     )
-    parser.add_argument("--seq-len", type=int, required=True, help="tokens of the longest row")
+    parser.add_argument("--seq-len", type=int, required=True, help="tokens of the longest packed sample")
     parser.add_argument("--gpus", type=int, required=True, help="processes in all")
     parser.add_argument("--gpus-per-node", type=int, default=8)
     parser.add_argument("--gpu", default="h100", help="a100, h100, h200, b200, ... or a JSON file (default: h100)")
@@ -164,7 +163,7 @@ def memory_table(plan: Plan, candidate: Candidate) -> Table:
             f"{memory.total / GIB:.1f} of {device.memory_gib * MEMORY_SHARE:.1f}",
         )
     )
-    rows.append(("longest row that fits (best split)", f"{plan.longest_row:,} tokens"))
+    rows.append(("longest document that fits (best split)", f"{plan.longest_document:,} tokens"))
     return Table(f"{headline(plan)}\n\nMemory of a GPU, {split(candidate)}, {local:,} local tokens", ("", "GiB"), rows)
 
 
@@ -173,16 +172,16 @@ def headline(plan: Plan) -> str:
     model, cluster, training = plan.model, plan.cluster, plan.training
     device = cluster.device
     trained = f"LoRA {training.lora_r}" if training.lora_r else "all weights"
-    rows = (
-        f"{plan.num_documents:,} documents in {plan.num_rows:,} rows of up to {plan.seq_len:,} tokens"
+    samples = (
+        f"{plan.num_documents:,} documents in {plan.num_samples:,} samples of up to {plan.seq_len:,} tokens"
         if plan.num_documents > 1
-        else f"rows of one document of {plan.seq_len:,} tokens"
+        else f"samples of one document of {plan.seq_len:,} tokens"
     )
     return (
         f"{model.name}: {model.num_parameters / 1e9:.2f} B parameters, {model.num_layers} layers, {model.num_heads} "
         f"heads over {model.num_kv_heads} K/V heads; {trained}, ZeRO-{training.zero_stage}, checkpointing "
         f"{training.checkpointing}\n"
-        f"{cluster.num_gpus} x {device.name}, {cluster.gpus_per_node} a node; {rows}\n"
+        f"{cluster.num_gpus} x {device.name}, {cluster.gpus_per_node} a node; {samples}\n"
         f"{rates(device, num_nodes=cluster.num_nodes)}"
     )
 
@@ -217,42 +216,29 @@ def digits(value: float) -> str:
 
 def ranking_table(plan: Plan, top: int) -> Table:
     """The first splits: what they send, how long a micro-step takes, what they need."""
-    ties, waits = plan.ties(), any(candidate.step.waiting > 0 for candidate in plan.candidates)
-    rows = []
-    for candidate in plan.candidates[:top]:
-        step = candidate.step
-        rows.append(
-            (
-                split(candidate),
-                engine(candidate),
-                f"{step.ulysses_bytes / GIB:.1f}",
-                f"{step.ring_bytes / GIB:.1f}",
-                f"{step.exposed:.3f}",
-                *([f"{step.waiting:.3f}"] if waits else []),
-                digits(step.seconds),
-                digits(step.error),
-                digits(candidate.tokens_per_second),
-                f"{candidate.memory.total / GIB:.1f}",
-                f"{candidate.longest_row:,}",
-                note(candidate, plan, ties),
-            )
+    columns = ("dp x ring x ulysses", "engine", "a2a GiB", "ring GiB", "exposed s", "step s", "tokens/s/GPU", "GiB")
+    rows = [
+        (
+            split(candidate),
+            engine(candidate),
+            f"{candidate.step.ulysses_bytes / GIB:.1f}",
+            f"{candidate.step.ring_bytes / GIB:.1f}",
+            f"{candidate.step.exposed:.3f}",
+            digits(candidate.step.seconds),
+            digits(candidate.tokens_per_second),
+            f"{candidate.memory.total / GIB:.1f}",
+            f"{candidate.longest_document:,}",
+            note(candidate, plan),
         )
-    columns = [
-        "dp x ring x ulysses",
-        "engine",
-        "a2a GiB",
-        "ring GiB",
-        "exposed s",
-        *["wait s"] * waits,
-        "step s",
-        "+-",
+        for candidate in plan.candidates[:top]
     ]
     layout = plan.candidates[0].config.resolved_layout
     title = (
-        f"Splits of a row, best first (layout {layout}; bytes of one GPU in one micro-step; +- s: if all rates err\n"
-        f"alike; within {TIE:.0%}, or where the errors could turn the order, counts as equal)"
+        f"Splits, best first (layout {layout}; bytes of one GPU in one micro-step; seconds +- {ERROR:.0%}; speeds\n"
+        f"within {SPEED_STEP:.0%} are not told apart: then memory to spare, Ulysses in a node, small groups, few ring "
+        "steps)"
     )
-    return Table(title, (*columns, "tokens/s/GPU", "GiB", "longest row", "note"), rows)
+    return Table(title, (*columns, "longest document", "note"), rows)
 
 
 def engine(candidate: Candidate) -> str:
@@ -270,20 +256,17 @@ def split(candidate: Candidate) -> str:
     return f"{candidate.dp_size} x {config.ring_degree} x {config.ulysses_degree}"
 
 
-def note(candidate: Candidate, plan: Plan, ties: Sequence[Candidate]) -> str:
-    """Why a row is where it is."""
+def note(candidate: Candidate, plan: Plan) -> str:
+    """What to know about a split."""
     if not candidate.fits:
         return "does not fit"
-    texts = ["as fast, by estimate"] if candidate in ties else []
-    if candidate is plan.recommended:
-        texts = ["first choice"]
-    if candidate.is_tight:
-        texts.append(f"under {SPARE:.0%} of the memory free")
-    if not candidate.ulysses_in_node:
-        texts.append("all-to-all between nodes")
-    if plan.model.num_kv_heads % candidate.config.ulysses_degree:
-        texts.append("K/V heads replicated")
-    return "; ".join(texts)
+    notes = {
+        "first choice": candidate is plan.recommended,
+        f"under {SPARE:.0%} of the memory free": candidate.is_tight,
+        "all-to-all between nodes": not candidate.ulysses_in_node,
+        "K/V heads replicated": plan.model.num_kv_heads % candidate.config.ulysses_degree,
+    }
+    return "; ".join(text for text, holds in notes.items() if holds)
 
 
 def placement_table(plan: Plan, candidate: Candidate) -> Table:
@@ -313,7 +296,8 @@ def judge(plan: Plan) -> Verdict:
     best = plan.recommended
     if best is None:
         smallest = plan.candidates[0]
-        shorter = f"a shorter row (up to {plan.longest_row:,} tokens fit), " if plan.longest_row else ""
+        longest = plan.longest_document
+        shorter = f"shorter samples (up to {longest:,} tokens fit), " if longest else ""
         return Verdict(
             PROBLEM,
             f"nothing fits: the smallest need is {smallest.memory.total / GIB:.1f} GiB ({split(smallest)}), "
@@ -321,13 +305,11 @@ def judge(plan: Plan) -> Verdict:
             f"Use more GPUs, {shorter}"
             "checkpointing, --mlp-chunk-tokens, LoRA, or a higher ZeRO stage.",
         )
-    equals = len(plan.ties()) - 1
-    rule = "memory to spare, Ulysses in a node, small groups, few ring steps"
-    tie = f"; first of {equals + 1} that count as equal, by {rule}" if equals else ""
     return Verdict(
         OK,
         f"ring_degree={best.config.ring_degree}, ulysses_degree={best.config.ulysses_degree}, dp {best.dp_size}: "
-        f"about {digits(best.tokens_per_second)} tokens/s per GPU, {best.memory.total / GIB:.1f} GiB{tie}.",
+        f"{digits(best.tokens_per_second)} tokens/s per GPU (estimate, +- {ERROR:.0%}), "
+        f"{best.memory.total / GIB:.1f} GiB.",
     )
 
 
@@ -338,8 +320,9 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "training": plan.training,
         "cluster": plan.cluster,
         "seq_len": plan.seq_len,
-        "num_rows": plan.num_rows,
-        "longest_row": plan.longest_row,
+        "num_samples": plan.num_samples,
+        "longest_document": plan.longest_document,
+        "error": ERROR,
         "recommended": plan.recommended and split(plan.recommended),
         "candidates": [
             {

@@ -11,8 +11,7 @@ import pytest
 from prices import Priced, compare, estimate, price_all
 
 from hf_cp.config import ContextParallelConfig
-from hf_cp.planning.devices import find_device
-from hf_cp.planning.step_time import Cluster
+from hf_cp.planning.devices import Cluster, find_device
 from hf_cp.tools.bench.cases import Case, Heads, Setting
 from hf_cp.tools.bench.results import Spread
 

@@ -76,21 +76,21 @@ def test_memory_of_lora():
         assert cells("lora", name) == expected, f"| {name} | {' | '.join(expected)} |"
 
 
-def test_longest_rows_of_lora():
+def test_longest_documents_of_lora():
     rows = [
-        plan_context_parallel(LLAMA, seq_len=131_072, num_gpus=8, cp_size=8, training=training).longest_row
+        plan_context_parallel(LLAMA, seq_len=131_072, num_gpus=8, cp_size=8, training=training).longest_document
         for training in [*LORA_TABLE.values()][3:4] + [*LORA_TABLE.values()][:1] + [*LORA_TABLE.values()][4:]
     ]
-    paragraph = (DOCS / "lora.md").read_text().partition("the longest row that fits")[2].partition("\n\n")[0]
+    paragraph = (DOCS / "lora.md").read_text().partition("the longest document that fits")[2].partition("\n\n")[0]
     assert re.findall(r"\d[\d,]{5,}", paragraph) == [f"{row:,}" for row in rows]
 
 
-def test_packed_rows_and_one_document():
-    for start, given in (("one document", [131_072]), ("4,000 documents in 39 rows", lengths())):
+def test_packed_samples_and_one_document():
+    for start, given in (("one document", [131_072]), ("4,000 documents in 39 samples", lengths())):
         plan = plan_context_parallel(LLAMA, seq_len=131_072, num_gpus=16, cp_size=16, lengths=given)
-        assert plan.num_documents == len(given) and plan.num_rows == -(-sum(given) // 131_072)
+        assert plan.num_documents == len(given) and plan.num_samples == -(-sum(given) // 131_072)
         tokens = [c.tokens_per_second * c.step.seconds * c.config.cp_size for c in plan.candidates]
-        assert tokens == pytest.approx([sum(given) / plan.num_rows] * len(tokens), rel=0.02)
+        assert tokens == pytest.approx([sum(given) / plan.num_samples] * len(tokens), rel=0.02)
         first = plan.recommended
         assert (first.config.ring_degree, first.config.ulysses_degree) == (2, 8)
         sent = (first.step.ulysses_bytes / GIB, first.step.ring_bytes / GIB)

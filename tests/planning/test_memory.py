@@ -160,7 +160,7 @@ def test_bytes_of_the_benchmark(row):
     )
     config = ContextParallelConfig(ring_degree=ring, ulysses_degree=ulysses, layout="zigzag")
     plan = AttentionPlan(SequenceLayout([MEASURED["settings"]["tokens"] // 8] * 8, config))
-    attention = attention_memory(AttentionShape(4, 2, 64, 4, 4), plan, 0, "exchange")
+    attention = attention_memory(AttentionShape(4, 2, 64, 4, 4), plan, 0, "exchange", bands=False)
     memory = run_memory(
         model,
         training,

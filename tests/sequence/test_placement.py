@@ -10,7 +10,7 @@ import pytest
 
 from hf_cp.config import ContextParallelConfig
 from hf_cp.sequence.layout import SequenceLayout
-from hf_cp.sequence.placement import CUT, attention_area, place_documents
+from hf_cp.sequence.placement import CUT, causal_area, place_documents
 from hf_cp.sequence.plan import AttentionPlan
 
 TOKENS = 65_536
@@ -82,7 +82,7 @@ def test_very_many_documents_need_little_memory():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     owners = place_documents(lengths, 2)
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024 < 500
-    areas = attention_area(lengths.astype(float))
+    areas = causal_area(lengths.astype(float))
     spread = areas[owners == CUT].sum() / 2
     loads = [areas[owners == rank].sum() + spread for rank in (0, 1)]
     assert min(loads) / max(loads) > 0.98 and (owners == CUT).sum() <= 3

@@ -19,10 +19,11 @@ from hf_cp.distributed.mesh import ContextParallelMesh
 from hf_cp.planning.packing_preview import (
     EngineTraffic,
     ModelAttention,
+    PackPreview,
     length_histogram,
     preview_layout,
     replica_balance,
-    sample_rows,
+    spread_samples,
 )
 from hf_cp.sequence.costs import AttentionShape
 from hf_cp.sequence.layout import SequenceLayout
@@ -74,14 +75,14 @@ def test_a_layout_is_what_a_mask_says(layout, window):
     assert found.worst_balance == pytest.approx((areas.mean(1) / areas.max(1)).min())
     assert found.padding == pytest.approx(1 - sum(map(sum, ROWS)) / slots)
     assert found.areas == pytest.approx(5 * areas.mean(0))
-    assert exchange.rows_by_rank == pytest.approx(sent.mean(0))
-    assert exchange.kv_rows == pytest.approx(sent.max(1).mean())
+    assert exchange.tokens_by_rank == pytest.approx(sent.mean(0))
+    assert exchange.kv_tokens == pytest.approx(sent.max(1).mean())
     assert exchange.num_bytes == pytest.approx(5 * np.mean(moved))
     *_, auto = found.traffic  # each row by its own engine
     alone = [preview_layout([row], config, attention, layout=layout) for row in ROWS]
     taken = [traffic for one in alone for traffic in one.traffic if traffic.engine in one.auto]
     assert auto.engine == "auto" and sum(found.auto.values()) == len(taken) == len(ROWS)
-    assert auto.rows_by_rank == pytest.approx(np.mean([traffic.rows_by_rank for traffic in taken], axis=0))
+    assert auto.tokens_by_rank == pytest.approx(np.mean([traffic.tokens_by_rank for traffic in taken], axis=0))
     if layout == "document" and window is None:
         assert found.auto == {"p2p": 3, "exchange": 1}  # three documents on three ranks: nothing travels
 
@@ -100,14 +101,14 @@ def test_the_picture_shows_every_rank():
     pytest.importorskip("matplotlib")
     config, lengths = ContextParallelConfig(ring_degree=3), sum(ROWS, ())
     layouts = [preview_layout(ROWS, config, ModelAttention(), layout=name) for name in pack.CONCRETE_LAYOUTS]
-    preview = pack.PackPreview(
-        num_features=13, num_documents=len(lengths), num_tokens=sum(lengths), num_rows=4, longest=60, max_tokens=60,
+    preview = PackPreview(
+        num_features=13, num_documents=len(lengths), num_tokens=sum(lengths), num_samples=4, longest=60, max_tokens=60,
         fill=1.0, counts={}, histogram=length_histogram(lengths), looked_at=4, layouts=layouts, replicas=None,
     )  # fmt: skip
     _, areas, sent = draw_preview(preview).axes
     for layout, area, rows in zip(layouts, areas.containers, sent.containers, strict=True):
         assert np.array(area.datavalues) * np.mean(layout.areas) == pytest.approx(layout.areas)
-        assert tuple(rows.datavalues) == layout.traffic[-1].rows_by_rank
+        assert tuple(rows.datavalues) == layout.traffic[-1].tokens_by_rank
         assert f"{layout.layout} (balance {layout.balance:.3f})" == area.get_label()
 
 
@@ -144,8 +145,8 @@ def test_samples_and_bins():
     collator = DataCollatorForContextParallel(ContextParallelConfig(), max_tokens=50)
     manifest = PackedDataset(documents_of_lengths(range(20, 50)), collator=collator).manifest
     every = sorted(tuple(manifest.lengths[d] for d in row) for row in manifest.rows)
-    assert sorted(sample_rows(manifest, 1000)) == every
-    few = sample_rows(manifest, 3)
+    assert sorted(spread_samples(manifest, 1000)) == every
+    few = spread_samples(manifest, 3)
     assert len(few) == 3 and few[0] == min(every, key=lambda row: sum(n * (n + 1) for n in row))
 
 
@@ -175,12 +176,12 @@ def test_the_command(files):
     collator = DataCollatorForContextParallel(ContextParallelConfig(2, 2), max_tokens=64, overflow="split")
     features = [json.loads(line) for line in (files / "data.jsonl").read_text().splitlines() if line]
     manifest = PackedDataset(features, collator=collator).manifest
-    assert preview["fill"] == manifest.fill and preview["num_rows"] == len(manifest.rows)
+    assert preview["fill"] == manifest.fill and preview["num_samples"] == len(manifest.rows)
     by_name = {layout["layout"]: layout for layout in preview["layouts"]}
     first = preview["layouts"][0]
     assert f"full; document with {' and '.join(first['auto'])}: balance {first['balance']:.3f}, " in out
     assert f"sends up to {first['traffic'][-1]['share']:.1%} of a full ring." in out
-    for rank, (area, rows) in enumerate(zip(first["areas"], first["traffic"][-1]["rows_by_rank"], strict=True)):
+    for rank, (area, rows) in enumerate(zip(first["areas"], first["traffic"][-1]["tokens_by_rank"], strict=True)):
         assert re.search(rf"^{rank} +{area:,.0f} .* {rows:,.0f}$", out, flags=re.MULTILINE)
     padding = sum(manifest.padding(ContextParallelConfig(2, 2)))
     assert by_name["document"]["padding"] == pytest.approx(padding / (padding + 345))
@@ -190,7 +191,7 @@ def test_the_command(files):
 
     status, out, _ = call("--lengths", files / "lengths.txt", *options, "--json", "-", "--layouts", "zigzag")
     by_length = json.loads(out)["preview"]
-    assert status == 0 and by_length["fill"] == preview["fill"] and by_length["num_rows"] == preview["num_rows"]
+    assert status == 0 and by_length["fill"] == preview["fill"] and by_length["num_samples"] == preview["num_samples"]
     assert [layout["layout"] for layout in by_length["layouts"]] == ["zigzag"]
 
 
@@ -215,7 +216,7 @@ def test_text_and_lost_tokens(files, tmp_path):
         (("--cp", "2"), "Feature 0 has 70 tokens, more than max_tokens=64"),
         (("--cp", "6", "--ring", "4"), "--cp 6 is not ring 4 x Ulysses 1"),
         (("--cp", "3", "--ulysses", "3", "--model", "llama-3.1-8b"), "does not divide the 32 query heads"),
-        (("--rows", "0"), "--rows 0 is not positive"),
+        (("--samples", "0"), "--samples 0 is not positive"),
         (("--overflow", "drop", "--plot", "nowhere/p.png"), "nowhere"),
     ],
 )

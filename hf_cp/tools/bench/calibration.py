@@ -22,8 +22,9 @@ from hf_cp.config import ContextParallelConfig
 from hf_cp.distributed.collectives import start_hop
 from hf_cp.distributed.communicator import Communicator
 from hf_cp.output import Table
-from hf_cp.planning.step_time import GIGA, TERA
+from hf_cp.planning.devices import GIGA, TERA
 from hf_cp.sequence.costs import AttentionShape, attention_flops, ulysses_bytes
+from hf_cp.sequence.placement import causal_area
 from hf_cp.tools.bench.cases import Case, Setting
 from hf_cp.tools.bench.measure import Communicators, Run, Subject, measure, timed
 from hf_cp.tools.bench.results import NOISE, Spread
@@ -269,7 +270,7 @@ def _rate(setting: Setting, seconds: Spread) -> tuple[float, float]:
     """(block, TFLOP/s); the planner's block of one document is the root of its area, n (n + 1) / 2 visible pairs."""
     heads, n = setting.heads, setting.num_tokens
     shape = AttentionShape(heads.num_heads, heads.num_kv_heads, heads.head_dim, setting.torch_dtype.itemsize)
-    area = n * (n + 1) // 2
+    area = causal_area(n)
     return area**0.5, sum(attention_flops(shape, area)) / seconds.median / TERA
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_cp.config import ContextParallelConfig, check_heads, head_counts
+from hf_cp.config import ContextParallelConfig, check_heads, head_counts, head_size
 
 __all__ = ["DOCUMENTS", "HEADS", "Case", "Heads", "Setting", "heads_of", "make_cases", "methods", "packed_sample"]
 
@@ -127,8 +127,7 @@ def heads_of(names: Iterable[str], *, num_heads: int, head_dim: int) -> list[Hea
 def heads_of_model(config: Any) -> Heads:
     """The heads of a Hugging Face model config."""
     num_heads, num_kv_heads = head_counts(config)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-    return Heads(config.model_type, num_heads, num_kv_heads, head_dim)
+    return Heads(config.model_type, num_heads, num_kv_heads, head_size(config))
 
 
 def packed_sample(num_tokens: int, lengths: Sequence[int] | None = None) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from packaging.version import Version
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from hf_cp.attention.kernels import choose_kernel
-from hf_cp.config import ContextParallelConfig, check_heads, head_counts
+from hf_cp.config import ContextParallelConfig, check_heads, head_counts, head_size
 from hf_cp.environment import version_of
 from hf_cp.models.patch import base_causal_lm
 from hf_cp.models.supported import check_model
@@ -159,7 +159,7 @@ def check_positions(subject: Subject) -> Finding:
 def check_kernel(subject: Subject) -> Finding:
     """The attention kernel that the run would get, by type, head size and device of this machine."""
     config = subject.model_config
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    size = head_size(config)
     on_gpu = torch.cuda.is_available() and not subject.wants_cpu
     probe = torch.empty(1, 1, size, dtype=getattr(torch, subject.dtype_name), device="cuda" if on_gpu else "cpu")
     kernel = choose_kernel(subject.cp.kernel, probe, probe)

@@ -1,11 +1,10 @@
-"""The peak of what attention allocates, seen from outside (every torch operator is counted), against the formulas."""
+"""The peak of what attention allocates, seen from outside (every torch operator is counted), against its bound."""
 
 from __future__ import annotations
 
 import itertools
 import time
 from contextlib import ExitStack
-from dataclasses import astuple
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -94,7 +93,7 @@ def _measure(case: Case, dtype: torch.dtype, mesh: ContextParallelMesh) -> Atten
     return AttentionMemory(forward, backward)
 
 
-def expected(layer: Layer, rank: int) -> AttentionMemory:
+def bound(layer: Layer, rank: int) -> AttentionMemory:
     case = layer.case
     size = layer.dtype.itemsize
     shape = AttentionShape(
@@ -140,36 +139,35 @@ def packed_rows() -> list[Layer]:
 
 
 @pytest.mark.parametrize(("size", "make_layers"), [(4, one_document), (2, packed_rows)])
-def test_peaks_equal_the_formulas(request, size, make_layers):
+def test_peaks_are_below_the_bound_and_near_it(request, size, make_layers):
     layers = make_layers()
     for rank, memories in enumerate(request.getfixturevalue(f"world{size}").run(measure, layers, timeout=110)):
         for layer, found in zip(layers, memories, strict=True):
-            formula = expected(layer, rank)
-            for name in ("forward", "backward"):
-                actual, predicted = getattr(found, name), getattr(formula, name)
-                told = f"rank {rank}, {name} of {layer}: {actual}, formula {predicted}"
-                assert astuple(predicted) == pytest.approx(astuple(actual), rel=0.05), told
+            for name, actual, most in zip(found._fields, found, bound(layer, rank), strict=True):
+                told = f"rank {rank}, {name} of {layer}: {actual}, bound {most}"
+                assert actual.peak <= most.peak <= 1.5 * actual.peak, told
+                assert most.kept == pytest.approx(actual.kept, rel=0.05), told
 
 
 @pytest.mark.parametrize("name", ["forward", "backward"])
 def test_what_ulysses_needs_for_a_moment_falls_with_the_groups_of_heads(name):
     """Two groups of heads are under way at a time, so from 4 groups on it is 1 / chunks; what is kept stays."""
     memory = {
-        chunks: getattr(expected(Layer(Case((256,), 32, 32, 16, ulysses_degree=2, head_chunks=chunks)), 0), name)
+        chunks: getattr(bound(Layer(Case((256,), 32, 32, 16, ulysses_degree=2, head_chunks=chunks)), 0), name)
         for chunks in (4, 8, 16)
     }
     assert memory[4].transient == 2 * memory[8].transient == 4 * memory[16].transient > 0
     assert memory[4].kept == memory[8].kept == memory[16].kept
 
 
-def test_a_relay_by_hand():
-    """Rank 0 of 4, one document of 64 tokens, 4 heads and 4 K/V heads of 8, fp32: rows of 128 bytes, 16 of them."""
+def test_a_ring_by_hand():
+    """Rank 0 of 4, one document of 64 tokens, 4 heads and 4 K/V heads of 8, fp32: 16 slots, 128 bytes of q in each."""
     plan = AttentionPlan(SequenceLayout((64,), ContextParallelConfig(4, layout="zigzag")))
     memory = attention_memory(AttentionShape(4, 4, 8, itemsize=4), plan, 0, "p2p")
-    tensor, lse = 16 * 128, 16 * 4 * 4
+    tensor, lse, slots = 16 * 128, 16 * 4 * 4, 16 * 8
     assert memory.forward.kept == tensor + lse
-    # out and lse; K/V that are here and that come; out, lse and weight of the last 8 queries' call on later keys
-    assert memory.forward.peak == (tensor + lse) + 4 * tensor + (tensor + lse) // 2 + lse // 2
-    # dQ, dK, dV; K/V here and coming; their sums made, leaving and coming; dQ (half), dK and dV of the call
-    assert memory.backward.peak == 3 * tensor + 4 * tensor + 6 * tensor + tensor // 2 + 2 * tensor
+    # out and lse; K/V that are here and that come; out, lse and weights of the last 8 queries' call on later keys
+    assert memory.forward.peak == (tensor + lse) + 4 * tensor + (tensor + lse) // 2 + 2 * lse // 2
+    # dQ, dK, dV; K/V here and coming; their sums made, leaving and coming; dQ (half), lse, dK and dV of the call
+    assert memory.backward.peak == 3 * tensor + slots + 4 * tensor + 6 * tensor + (tensor + lse) // 2 + 2 * tensor
     assert memory.backward.kept == 3 * tensor
