@@ -13,14 +13,16 @@ import torch
 
 from hf_cp.attention import usp
 from hf_cp.attention.kernels import TensorKind, TileGroup
-from hf_cp.attention.usp import context_parallel_attention
+from hf_cp.attention.usp import usp_attention
 from hf_cp.config import ContextParallelConfig
 from hf_cp.distributed.collectives import BlockTransfer, Transfer
+from hf_cp.distributed.communicator import Communicator
 from hf_cp.distributed.mesh import ContextParallelMesh
 from hf_cp.planning.attention_memory import AttentionMemory, PassMemory, attention_memory
 from hf_cp.sequence.costs import AttentionShape
 from hf_cp.sequence.layout import SequenceLayout
 from hf_cp.sequence.plan import AttentionPlan
+from hf_cp.sequence.sample import PackedSample
 from hf_cp.tools.bench.live_bytes import LiveBytes
 from tests.attention.cases import Case, Meshes
 from tests.attention.reference import random_row
@@ -76,14 +78,15 @@ def _settled(function):
 
 def _measure(case: Case, dtype: torch.dtype, mesh: ContextParallelMesh) -> AttentionMemory:
     layout = SequenceLayout(case.doc_lengths, case.config)
+    sample, comm = PackedSample(layout), Communicator(mesh)
     row = random_row(layout.num_tokens, case.num_heads, case.num_kv_heads, case.head_dim, dtype)
     q, k, v, grad_out = (layout.shard(x, mesh.cp_rank) for x in row)
     leaves = [x.requires_grad_() for x in (q, k, v)]
 
     def attend() -> torch.Tensor:
-        return context_parallel_attention(*leaves, mesh=mesh, layout=layout, window=case.window)
+        return usp_attention(*leaves, sample=sample, comm=comm, config=case.config, window=case.window)
 
-    attend()  # the row's schedules are made
+    attend()  # the sample's schedules are made
     with LiveBytes([*leaves, grad_out]) as counter:
         out = attend()
         forward = PassMemory(counter.peak, counter.live)
@@ -141,7 +144,7 @@ def packed_rows() -> list[Layer]:
 @pytest.mark.parametrize(("size", "make_layers"), [(4, one_document), (2, packed_rows)])
 def test_peaks_are_below_the_bound_and_near_it(request, size, make_layers):
     layers = make_layers()
-    for rank, memories in enumerate(request.getfixturevalue(f"world{size}").run(measure, layers, timeout=110)):
+    for rank, memories in enumerate(request.getfixturevalue(f"world{size}").run(measure, layers, timeout=400)):
         for layer, found in zip(layers, memories, strict=True):
             for name, actual, most in zip(found._fields, found, bound(layer, rank), strict=True):
                 told = f"rank {rank}, {name} of {layer}: {actual}, bound {most}"
