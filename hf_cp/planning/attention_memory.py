@@ -131,8 +131,9 @@ def attention_memory(
     length, casts = layout.ring_shard_length, token.q != token.q_sum
     saved, grads = length * (token.q + token.lse), length * (token.q + token.kv)
     # at the end the sums are cast, and both exist; the backward pass has the numbers (int64) of the slots that travel
+    numbers = 8 * length if plan.needs_traffic else 0
     forward = length * (token.q_sum + token.lse) + max(during.forward, casts * length * token.q)
-    backward = length * (token.q_sum + token.kv_sum + 8) + max(during.backward, casts * grads)
+    backward = length * (token.q_sum + token.kv_sum) + numbers + max(during.backward, casts * grads)
     memory = AttentionMemory(PassMemory(forward, saved), PassMemory(backward, grads))
     return memory if layout.ulysses_degree == chunks == 1 else _with_ulysses(memory, shape, plan, token, chunks)
 

@@ -13,6 +13,7 @@ import torch
 
 from hf_cp.attention import usp
 from hf_cp.attention.kernels import TensorKind, TileGroup
+from hf_cp.attention.kernels.base import BackwardInputs
 from hf_cp.attention.usp import usp_attention
 from hf_cp.config import ContextParallelConfig
 from hf_cp.distributed.collectives import BlockTransfer, Transfer
@@ -42,8 +43,8 @@ class EmptyKernel:
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, group: TileGroup, scale: float):
         return torch.empty(q.shape, dtype=q.dtype), torch.empty(q.shape[:2])
 
-    def backward(self, grad_out, q, k, v, out, lse, *, group: TileGroup, scale: float):
-        return tuple(torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
+    def backward(self, inputs: BackwardInputs, *, group: TileGroup, scale: float):
+        return tuple(torch.empty(x.shape, dtype=x.dtype) for x in (inputs.q, inputs.k, inputs.v))
 
 
 class Layer(NamedTuple):
