@@ -99,7 +99,8 @@ class _Calls(NamedTuple):
             copies_q * q_num * (2 * token.q + token.lse) + reverses * grads
         )  # out and dO too, and the result back
         added = max((casts or copies_q) * q_num * token.q_sum, copies_k * k_num * token.kv_sum // 2)
-        return cls(forward, grads + copies + q_num * token.lse + added)
+        # copies are gone when the sums are added to
+        return cls(forward, grads + q_num * token.lse + max(copies, added))
 
 
 def attention_memory(
@@ -234,5 +235,5 @@ def _with_ulysses(
     gathered = (shape.num_heads + 2 * kv_heads) * local  # the gradients of all head groups
     ahead = in_flight + 2 * several * sends * out
     during = (chunks > 2) * gathered + ahead + max(sends * out + inner.backward.peak, 2 * group)
-    backward = max(during, gathered + 2 * group + 2 * several * sends * out)
+    backward = max(during, gathered + (1 + several) * group + 2 * several * sends * out)
     return AttentionMemory(PassMemory(forward, kept), PassMemory(backward, grads))

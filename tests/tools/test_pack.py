@@ -15,6 +15,7 @@ from hf_cp.data.collator import DataCollatorForContextParallel
 from hf_cp.data.files import documents_of_lengths
 from hf_cp.data.loader import ContextParallelDataLoader
 from hf_cp.data.packed import PackedDataset
+from hf_cp.distributed.communicator import Communicator
 from hf_cp.distributed.mesh import ContextParallelMesh
 from hf_cp.planning.packing_preview import (
     EngineTraffic,
@@ -119,7 +120,7 @@ def test_replicas_wait_for_the_costliest_row():
     packed = PackedDataset(documents, collator=collator)
     found = replica_balance(packed, dp_size=2, num_accumulated=2, seed=7)
     loader = ContextParallelDataLoader(
-        documents, collator=collator, mesh=ContextParallelMesh(ContextParallelConfig()), shuffle=True, seed=7,
+        documents, collator=collator, comm=Communicator(ContextParallelMesh(ContextParallelConfig())), shuffle=True, seed=7,
         rows_per_step=4,
     )  # fmt: skip
     assert loader.manifest == packed.manifest
