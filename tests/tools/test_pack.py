@@ -120,8 +120,8 @@ def test_replicas_wait_for_the_costliest_row():
     packed = PackedDataset(documents, collator=collator)
     found = replica_balance(packed, dp_size=2, num_accumulated=2, seed=7)
     loader = ContextParallelDataLoader(
-        documents, collator=collator, comm=Communicator(ContextParallelMesh(ContextParallelConfig())), shuffle=True, seed=7,
-        rows_per_step=4,
+        documents, collator=collator, comm=Communicator(ContextParallelMesh(ContextParallelConfig())), shuffle=True,
+        seed=7, rows_per_step=4,
     )  # fmt: skip
     assert loader.manifest == packed.manifest
     # one process sees the same windows of 4; two ranks take the two costliest first
