@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from hf_cp.planning.memory import KEEPS_ATTENTION
+from hf_cp.planning.memory import KEEPS_ATTENTION, Training
 from hf_cp.planning.model_names import loadable_name
 from hf_cp.planning.search import Candidate, Plan
 from hf_cp.recipes.collection import ACCELERATE, DEEPSPEED, TRAINING, launch_line, write_files
@@ -160,24 +160,29 @@ def _sections(name: str, plan: Plan, choice: Candidate, names: Mapping[str, str]
             "timeout_seconds": 1800,
         },
         "what is trained": {"lora_r": training.lora_r} | lora,
-        "training (transformers.TrainingArguments)": {
-            "output_dir": f"outputs/{name}",
-            "per_device_train_batch_size": 1,
-            "gradient_accumulation_steps": 1,
-            "num_train_epochs": 1,
-            "learning_rate": 2.0e-4 if training.lora_r else 1.0e-5,
-            "lr_scheduler_type": "cosine",
-            "warmup_steps": 10,
-            "max_grad_norm": 1.0,
-            "bf16": training.itemsize == 2,
-            **_checkpointing(training.checkpointing),
-            "seed": 0,
-            "logging_steps": 1,
-            "save_strategy": "steps",
-            "save_steps": 200,
-            "ddp_timeout": 1800,
-            "report_to": "none",
-        },
+        "training (transformers.TrainingArguments)": _trainer_keys(name, training),
+    }
+
+
+def _trainer_keys(name: str, training: Training) -> dict[str, Any]:
+    """One sample a process and micro-step; what the plan does not decide is a usual value to start from."""
+    return {
+        "output_dir": f"outputs/{name}",
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 1,
+        "num_train_epochs": 1,
+        "learning_rate": 2.0e-4 if training.lora_r else 1.0e-5,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 10,
+        "max_grad_norm": 1.0,
+        "bf16": training.itemsize == 2,
+        **_checkpointing(training.checkpointing),
+        "seed": 0,
+        "logging_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 200,
+        "ddp_timeout": 1800,
+        "report_to": "none",
     }
 
 
