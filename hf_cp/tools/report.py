@@ -4,7 +4,7 @@ Reads what `ContextParallelCallback(record_dir=...)` has written. The first opti
 there are others: it holds what is done once (compilation, first allocations, connections).
 
 Invariant: every number comes from the records; nothing is estimated. A rank is called slow for time that it needed by
-itself: in lockstep all ranks take equally long, and the one that the others wait for waits least.
+itself: since they wait for each other all ranks take equally long, and the one that the others wait for waits least.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import mean, median
 
 from hf_cp.output import OK, PROBLEM, Table, Verdict, print_json, print_usage_error, progress
-from hf_cp.tools.report_figure import plot_run
+from hf_cp.tools.report_figure import PARTS, plot_run
 from hf_cp.training.meter import StepRecord
 from hf_cp.training.record_files import RunRecords, read_run
 from hf_cp.training.run_info import WHOLE_ROWS
@@ -33,8 +33,7 @@ class RankSummary:
     Args:
         rank (`int`): in the world.
         seconds (`float`): of a step.
-        data, work, ring_wait, ulysses_wait, other_wait, rest (`float`): its parts, in seconds; the rest is the
-            reduction of gradients, the update, and what the first layer does before its attention.
+        data, work, ring_wait, ulysses_wait, other_wait, rest (`float`): its `PARTS`, in seconds.
         area (`float`): attention work (visible pairs).
         peak_memory_bytes (`int`): the most held.
     """
@@ -68,20 +67,9 @@ class RankSummary:
     @classmethod
     def of(cls, rank: int, steps: Sequence[StepRecord]) -> RankSummary:
         """Means over `steps`, of memory the most."""
-
-        def of_step(name: str) -> float:
-            return mean(getattr(step, name) for step in steps)
-
-        parts = [of_step(f"{name}_seconds") for name in ("data", "work", "ring_wait", "ulysses_wait", "other_wait")]
-        seconds = of_step("seconds")
-        return cls(
-            rank,
-            seconds,
-            *parts,
-            rest=max(0.0, seconds - sum(parts)),
-            area=of_step("area"),
-            peak_memory_bytes=max(step.peak_memory_bytes for step in steps),
-        )
+        parts = [mean(part.seconds(step) for step in steps) for part in PARTS]
+        seconds, area = mean(step.seconds for step in steps), mean(step.area for step in steps)
+        return cls(rank, seconds, *parts, area, max(step.peak_memory_bytes for step in steps))
 
 
 @dataclass(frozen=True)
@@ -142,7 +130,7 @@ def make_report(run: RunRecords) -> RunReport:
         slow_ranks=tuple(summary.rank for summary in slow),
         verdict=_verdict(summaries, slow, wait_share=wait_share, turn_share=_turn_share(ranks))
         if is_seen
-        else "ranks have whole rows and wait for each other in the reduction of gradients only, which is not timed.",
+        else "ranks have whole samples and wait for each other only in the reduction of gradients: that is not timed.",
     )
 
 
@@ -163,8 +151,8 @@ def _verdict(
             return f"no rank holds the others up; ranks wait {wait_share:.0%} of a step."
         waiting = f"no rank holds the others up all the time, but ranks wait {wait_share:.0%} of a step"
         if turn_share > wait_share / 2:
-            return f"{waiting}, mostly for another rank in every step: the rows are uneven."
-        return f"{waiting}, mostly for transfers. Longer rows, another ring_comm or ulysses_degree hide more of them."
+            return f"{waiting}, mostly for another rank in every step: the packed samples are uneven."
+        return f"{waiting}, mostly for transfers. Longer samples, another ring_comm or ulysses_degree hide more."
     worst = slow[0]
     extra = worst.busy / median(summary.busy for summary in ranks) - 1
     extra_data = worst.data - median(summary.data for summary in ranks)
@@ -181,12 +169,12 @@ def _verdict(
         )
     if more_area >= WORK_EXPLAINS * extra:
         return (
-            f"{who}, and has {more_area:.0%} more attention work than the mean: the rows are uneven. Use layout "
-            "'document' (auto), or train_sampling_strategy='group_by_length'."
+            f"{who}, and has {more_area:.0%} more attention work than the mean: the packed samples are uneven. Use "
+            "layout 'document' (auto), or train_sampling_strategy='group_by_length'."
         )
     return (
         f"{who}, with {abs(more_area):.0%} {'more' if more_area >= 0 else 'less'} attention work than the mean: not "
-        "its share of the rows, but the process or its device is slow. Look at its clock, heat and other jobs."
+        "its share of the samples, but the process or its device is slow. Look at its clock, heat and other jobs."
     )
 
 
@@ -235,18 +223,7 @@ def report_tables(report: RunReport) -> list[Table]:
         ("share of transfers that nothing hides", f"{report.exposed:.1%}"),
     )
     mean_area = mean(summary.area for summary in report.ranks) or 1.0
-    columns = (
-        "rank",
-        "step",
-        "data",
-        "work",
-        "ring wait",
-        "ulysses wait",
-        "other wait",
-        "rest",
-        "work/mean",
-        "GiB",
-    )
+    columns = ("rank", "step", *(part.name for part in PARTS), "work/mean", "GiB")
     rows = [
         (
             str(s.rank),
@@ -255,5 +232,5 @@ def report_tables(report: RunReport) -> list[Table]:
             f"{s.peak_memory_bytes / 2**30:.2f}",
         )
         for s in report.ranks
-    ]  # fmt: skip
+    ]
     return [Table(f"{report.run}\n{steps}", ("", ""), facts), Table("\nmean step of a rank, in ms", columns, rows)]

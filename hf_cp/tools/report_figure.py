@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hf_cp.training.meter import StepRecord
 from hf_cp.training.record_files import RunRecords
 
-# parts of a step, in the order in which they are stacked
-PARTS: tuple[tuple[str, str, Callable[[StepRecord], float]], ...] = (
-    ("batches", "C7", lambda r: r.data_seconds),
-    ("forward and backward", "C0", lambda r: r.work_seconds),
-    ("wait: ring", "C3", lambda r: r.ring_wait_seconds),
-    ("wait: ulysses", "C1", lambda r: r.ulysses_wait_seconds),
-    ("wait: other", "C6", lambda r: r.other_wait_seconds),
-    ("gradients, update", "0.85", lambda r: max(0.0, r.seconds - r.busy_seconds - r.wait_seconds)),
+
+class Part(NamedTuple):
+    """A part of a step: its name in tables and in pictures, its colour, and its seconds."""
+
+    name: str
+    label: str
+    color: str
+    seconds: Callable[[StepRecord], float]
+
+
+# In the order of the columns and of the stacks. The rest is the reduction of gradients, the update, and what the first
+# layer does before its attention.
+PARTS = (
+    Part("data", "batches", "C7", lambda r: r.data_seconds),
+    Part("work", "forward and backward", "C0", lambda r: r.work_seconds),
+    Part("ring wait", "wait: ring", "C3", lambda r: r.ring_wait_seconds),
+    Part("ulysses wait", "wait: ulysses", "C1", lambda r: r.ulysses_wait_seconds),
+    Part("other wait", "wait: other", "C6", lambda r: r.other_wait_seconds),
+    Part("rest", "gradients, update", "0.85", lambda r: max(0.0, r.seconds - r.busy_seconds - r.wait_seconds)),
 )
 
 
@@ -85,9 +96,9 @@ def _heat_map(figure: Any, axes: Any, ratios: np.ndarray, run: RunRecords, title
 def _parts_of_step(axes: Any, records: list[StepRecord]) -> None:
     """Totals of the parts, stacked: the records say how long each takes in all, not when."""
     left = np.zeros(len(records))
-    for label, color, seconds in PARTS:
-        width = 1000 * np.array([seconds(record) for record in records])
-        axes.barh(range(len(records)), width, left=left, color=color, label=label)
+    for part in PARTS:
+        width = 1000 * np.array([part.seconds(record) for record in records])
+        axes.barh(range(len(records)), width, left=left, color=part.color, label=part.label)
         left += width
     axes.invert_yaxis()
     axes.yaxis.get_major_locator().set_params(integer=True)

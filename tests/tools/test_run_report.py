@@ -42,11 +42,11 @@ def report(*last_rank: StepRecord) -> RunReport:
     return make_report(run_of(*last_rank))
 
 
-def test_uneven_rows():
+def test_uneven_samples():
     found = report(step(work=1.5, area=1500.0))
     assert found.slow_ranks == (3,)
     assert "rank 3 needs 45% more time" in found.verdict and "33% more attention work" in found.verdict
-    assert "rows are uneven" in found.verdict
+    assert "samples are uneven" in found.verdict
 
 
 def test_slow_process():
@@ -135,4 +135,4 @@ def test_picture_shows_the_ratios():
     np.testing.assert_allclose(work[:, 2], [0.8, 0.8, 0.8, 1.6])
     assert most_uneven_step(over_mean(run, lambda record: record.busy_seconds)) == 2
     record = step()
-    assert sum(seconds(record) for _, _, seconds in PARTS) == pytest.approx(record.seconds)
+    assert sum(part.seconds(record) for part in PARTS) == pytest.approx(record.seconds)
