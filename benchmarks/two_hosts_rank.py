@@ -30,7 +30,8 @@ from hf_cp.planning.model_shape import ModelShape
 from hf_cp.planning.step_time import SampleCost
 from hf_cp.sequence.costs import AttentionShape, attention_flops
 from hf_cp.sequence.tiles import Tile
-from hf_cp.tools.bench.calibration import Point, fit, fit_kernel, hidden_share
+from hf_cp.tools.bench.calibration import hidden_share
+from hf_cp.tools.bench.fits import Point, fit, fit_kernel
 
 PER_HOST = 2
 WARM_UP_TOKENS = 256

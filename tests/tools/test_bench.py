@@ -27,8 +27,8 @@ from hf_cp.sequence.plan import AttentionPlan
 from hf_cp.sequence.sample import PackedSample
 from hf_cp.tools.bench import measure as bench_measure
 from hf_cp.tools.bench import results as bench_results
-from hf_cp.tools.bench.calibration import Point, fit
 from hf_cp.tools.bench.cases import Case, Heads, Setting, heads_of, make_cases, methods, packed_sample
+from hf_cp.tools.bench.fits import Point, fit
 from hf_cp.tools.bench.local_copies import local_copies
 from hf_cp.tools.bench.measure import Communicators, measure
 from hf_cp.tools.cli import main

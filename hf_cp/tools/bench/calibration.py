@@ -1,7 +1,6 @@
 """What `hf-cp plan` assumes about a machine, measured: links, the attention kernel, matrix products.
 
-A link is fitted as seconds = messages x latency + bytes / bandwidth over messages of several sizes; every point's
-relative error weighs the same. Groups inside a node and groups over nodes are different links, and so are hops of a
+Groups inside a node and groups over nodes are different links, and so are hops of a
 ring and all-to-alls of Ulysses, which pack and unpack what they send. Invariant: what was not measured is not
 reported; the planner keeps its own value.
 """
@@ -26,10 +25,11 @@ from hf_cp.planning.devices import GIGA, TERA
 from hf_cp.sequence.costs import AttentionShape, attention_flops, ulysses_bytes
 from hf_cp.sequence.placement import causal_area
 from hf_cp.tools.bench.cases import Case, Setting
+from hf_cp.tools.bench.fits import Kernel, Point, fit, fit_kernel
 from hf_cp.tools.bench.measure import Communicators, Run, Subject, measure, timed
 from hf_cp.tools.bench.results import NOISE, Spread
 
-__all__ = ["Calibration", "Link", "calibrate", "calibration_table", "fit", "fit_kernel", "hidden_share"]
+__all__ = ["Calibration", "Link", "calibrate", "calibration_table", "hidden_share"]
 
 HOP, ALL_TO_ALL = "hop", "all-to-all"
 FIELDS = {HOP: "", ALL_TO_ALL: "_trade"}  # of the planner's `Device`, as in intra_trade_gbs
@@ -48,14 +48,6 @@ SIZES = {
     "cuda": Sizes((2**12, 2**16, 2**20, 2**24, 2**26, 2**28), 8192, 15),
     "quick": Sizes((2**12, 2**18, 2**20), 256, 2),
 }
-
-
-class Point(NamedTuple):
-    """Seconds (median of the slowest rank) to send `num_bytes` in all, in `messages` messages."""
-
-    messages: int
-    num_bytes: int
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -126,52 +118,6 @@ def calibrate(
     matmul_tflops = 2.0 * lab.sizes.matrix**3 / matmul.median / TERA  # a product and a sum for each of n^3 terms
     device = _device(links, kernel, matmul_tflops, comms.device_type)
     return Calibration(links, long, kernel.tflops, matmul, matmul_tflops, device)
-
-
-class Kernel(NamedTuple):
-    """An attention kernel's speed: on blocks of b tokens it reaches b / (b + half_efficiency_tokens) of `tflops`."""
-
-    tflops: float
-    half_efficiency_tokens: float
-
-
-def fit_kernel(rates: Sequence[tuple[float, float]]) -> Kernel:
-    """The kernel through two points (block in tokens, TFLOP/s).
-
-    1 / rate = 1 / tflops + (half_efficiency_tokens / tflops) / block is a line in 1 / block. If the shorter block is
-    not slower, blocks do not matter.
-
-    >>> fit_kernel([(1000.0, 10.0), (250.0, 5.0)])
-    Kernel(tflops=15.0, half_efficiency_tokens=500.0)
-    """
-    (block, rate), (short_block, short_rate) = rates
-    slope = (1 / short_rate - 1 / rate) / (1 / short_block - 1 / block)
-    if slope <= 0:
-        return Kernel(rate, 0.0)
-    start = 1 / rate - slope / block
-    # noise may put the line's start below zero: then no long block is far from the end of the line
-    start = max(start, 0.5 / rate)
-    return Kernel(round(1 / start, 9), round(slope / start, 9))
-
-
-def fit(points: Sequence[Point]) -> tuple[float, float, float]:
-    """(latency, bytes per second, residual) of seconds = messages x latency + bytes / bandwidth.
-
-    Least squares of relative errors. Neither may be negative: where the free optimum is, the best latency is 0.
-
-    >>> latency, rate, residual = fit([Point(1, n, 1e-5 + n / 2e9) for n in (1000, 10**6, 10**8)])
-    >>> f"{latency:.1e} s, {rate / 1e9:.2f} GB/s, error {residual:.1%}"
-    '1.0e-05 s, 2.00 GB/s, error 0.0%'
-    """
-    seconds = np.array([point.seconds for point in points])
-    counts = np.array([(point.messages, point.num_bytes) for point in points]) / seconds[:, None]
-    scale = counts.max(axis=0)  # latency and seconds per byte are many powers of ten apart
-    latency, per_byte = np.linalg.lstsq(counts / scale, np.ones(len(points)), rcond=None)[0] / scale
-    if latency < 0 or per_byte <= 0:
-        bytes_only = counts[:, 1]
-        latency, per_byte = 0.0, bytes_only.sum() / (bytes_only @ bytes_only)
-    residual = float(np.sqrt(np.mean((counts @ (latency, per_byte) - 1) ** 2)))
-    return float(latency), float(1 / per_byte), residual
 
 
 class _Lab(NamedTuple):
