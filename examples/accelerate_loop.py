@@ -46,7 +46,7 @@ def make_documents(count: int = 24) -> list[dict[str, list[int]]]:
 def train(options: argparse.Namespace) -> None:
     plugin = ContextParallelPlugin(ContextParallelConfig(ring_degree=options.ring_degree))
     accelerator = plugin.accelerator(gradient_accumulation_steps=options.accumulation)
-    model = apply_context_parallel(make_model(), plugin.mesh)
+    model = apply_context_parallel(make_model(), plugin.config, mesh=plugin.mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer = accelerator.prepare(model, optimizer)
 

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from hf_cp.sequence.packing import pack_documents
     from hf_cp.sequence.plan import AttentionPlan
     from hf_cp.training.attach import attach_context_parallel
-    from hf_cp.training.callback import ContextParallelCallback
     from hf_cp.training.plugin import ContextParallelPlugin
+    from hf_cp.training.telemetry.callback import ContextParallelCallback
     from hf_cp.training.trainer import ContextParallelTrainer, ContextParallelTrainerMixin
     from hf_cp.verify import verify_context_parallel
 
 _MODULES = {
     "AttentionPlan": "hf_cp.sequence.plan",
-    "ContextParallelCallback": "hf_cp.training.callback",
+    "ContextParallelCallback": "hf_cp.training.telemetry.callback",
     "ContextParallelMesh": "hf_cp.distributed.mesh",
     "ContextParallelPlugin": "hf_cp.training.plugin",
     "ContextParallelTrainer": "hf_cp.training.trainer",

@@ -6,12 +6,12 @@ passed, and are raised when it passes on newer ones. Libraries are imported wher
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-# torch ------------------------------------------------------------------------------------------------------------
+# torch --------------------------------------------------------------------------------------------------------------
 
 
 def group_time_limit(group: Any, device_type: str) -> timedelta:
@@ -79,7 +79,21 @@ def results_of_operators(see: Callable[[Any], None]) -> Iterator[None]:
         yield
 
 
-# accelerate -------------------------------------------------------------------------------------------------------
+def flatten_tree(tree: Any) -> tuple[list[Any], Any]:
+    """The leaves of nested tuples, lists and dicts, and their structure."""
+    from torch.utils import _pytree
+
+    return _pytree.tree_flatten(tree)
+
+
+def unflatten_tree(leaves: list[Any], structure: Any) -> Any:
+    """The nested structure with these leaves."""
+    from torch.utils import _pytree
+
+    return _pytree.tree_unflatten(leaves, structure)
+
+
+# accelerate ---------------------------------------------------------------------------------------------------------
 
 
 def forget_accelerate_state() -> None:
@@ -89,7 +103,17 @@ def forget_accelerate_state() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-# flash-attn -------------------------------------------------------------------------------------------------------
+def is_prepared(model: Any) -> bool:
+    """Whether accelerate has set up a model: it then leaves it as it is."""
+    return getattr(model, "_is_accelerate_prepared", False)
+
+
+def forget_prepared(model: Any) -> None:
+    """Lets accelerate set up a model once more."""
+    vars(model).pop("_is_accelerate_prepared", None)
+
+
+# flash-attn ---------------------------------------------------------------------------------------------------------
 
 
 def flash_attn_varlen() -> ForwardBackward:
@@ -101,7 +125,7 @@ def flash_attn_varlen() -> ForwardBackward:
     )
 
 
-# transformers -----------------------------------------------------------------------------------------------------
+# transformers -------------------------------------------------------------------------------------------------------
 
 
 def checkpoint_function(layer: Any) -> Any:
@@ -126,3 +150,35 @@ def checkpointed_through(layer: Any, wrap: Callable[[Callable], Callable]) -> It
 def attention_implementation(config: Any) -> str:
     """The name of the attention that a model was loaded with; the public setter has no getter."""
     return config._attn_implementation
+
+
+def on_device(trainer: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """A batch with its tensors on the Trainer's device (and in the type that DeepSpeed wants)."""
+    return {name: trainer._prepare_input(value) for name, value in batch.items()}
+
+
+# DeepSpeed ----------------------------------------------------------------------------------------------------------
+
+
+def knows_grad_norm(optimizer: Any) -> bool:
+    """Whether a DeepSpeed engine finds the gradient norm at its optimizer."""
+    return hasattr(optimizer, "_global_grad_norm")
+
+
+def note_grad_norm(optimizer: Any, norm: float | None) -> None:
+    """Puts the gradient norm where a DeepSpeed engine looks after a step."""
+    optimizer._global_grad_norm = norm
+
+
+# TRL ----------------------------------------------------------------------------------------------------------------
+
+
+def trained_tokens(trainer: Any) -> int:
+    """Tokens that a SFTTrainer has counted in training."""
+    return trainer._total_train_tokens
+
+
+def note_trained_tokens(trainer: Any, num_tokens: int) -> None:
+    """Sets that number, also in the log that is to come."""
+    trainer._total_train_tokens = num_tokens
+    trainer._metrics["train"]["num_tokens"] = [num_tokens]

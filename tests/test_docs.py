@@ -17,7 +17,7 @@ from hf_cp.tools.cli import COMMANDS
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
-SCALARS = ROOT / "hf_cp" / "training" / "scalars.py"
+SCALARS = ROOT / "hf_cp" / "training" / "telemetry" / "scalars.py"
 MIB = 2**20
 
 

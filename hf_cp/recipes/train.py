@@ -39,7 +39,7 @@ from hf_cp.models.rope import set_rope_parameters
 from hf_cp.recipes.held_out import DocumentLosses, LossDrop, document_losses
 from hf_cp.recipes.outputs import base_model, summarise, write_outputs
 from hf_cp.recipes.settings import TrainSettings, parse_settings
-from hf_cp.training.callback import ContextParallelCallback
+from hf_cp.training.telemetry.callback import ContextParallelCallback
 from hf_cp.training.trainer import ContextParallelTrainer
 from hf_cp.verify import VerifyReport, verify_context_parallel
 

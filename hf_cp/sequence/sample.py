@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from typing import Any
 
 from hf_cp.sequence.layout import SequenceLayout
 from hf_cp.sequence.plan import AttentionPlan
@@ -18,11 +18,12 @@ SAMPLE_KEY = "hf_cp_sample"  # in a batch, and as the keyword argument on its wa
 __all__ = ["SAMPLE_KEY", "PackedSample", "replace"]
 
 
-@dataclass(frozen=True)
 class PackedSample:
     """One packed sample, as every rank that holds a part of it knows it; the tensors of the batch are one rank's part.
 
-    A loader that learns more makes a new value (`dataclasses.replace`), which shares the plans of the old one.
+    It is frozen: a loader that learns more makes a new value ([`replace`]), which shares the plans of the old one. It
+    is not a dataclass, since FSDP copies those, field by field, on their way into every module: the plans would be
+    copied, too.
 
     Args:
         layout (`SequenceLayout`): which token is on which rank.
@@ -40,18 +41,42 @@ class PackedSample:
             copies of this value share them, and they go with the batch.
     """
 
-    layout: SequenceLayout
-    cp_rank: int | None = None
-    digest: int | None = None
-    max_position: int | None = None
-    micro_step: int | None = None
-    common_length: int | None = None
-    is_agreed: bool = False
-    plans: dict[tuple[bool, int | None], AttentionPlan] = field(default_factory=dict, repr=False, compare=False)
+    def __init__(
+        self,
+        layout: SequenceLayout,
+        cp_rank: int | None = None,
+        digest: int | None = None,
+        max_position: int | None = None,
+        micro_step: int | None = None,
+        common_length: int | None = None,
+        is_agreed: bool = False,
+        plans: dict[tuple[bool, int | None], AttentionPlan] | None = None,
+    ):
+        vars(self).update(
+            layout=layout,
+            cp_rank=cp_rank,
+            digest=digest,
+            max_position=max_position,
+            micro_step=micro_step,
+            common_length=layout.local_length if common_length is None else common_length,
+            is_agreed=is_agreed,
+            plans={} if plans is None else plans,
+        )
 
-    def __post_init__(self):
-        if self.common_length is None:
-            object.__setattr__(self, "common_length", self.layout.local_length)
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"A PackedSample is frozen: make another one with replace(sample, {name}=...).")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PackedSample) and self._values() == other._values()
+
+    def __hash__(self) -> int:
+        return hash((self.layout, self.digest, self.micro_step))
+
+    def __repr__(self) -> str:
+        return f"PackedSample({', '.join(f'{name}={value!r}' for name, value in self._values().items())})"
+
+    def _values(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "plans"}
 
     def attention_plan(self, *, causal: bool = True, window: int | None = None) -> AttentionPlan:
         """The attention plan of the sample, made once."""
@@ -68,3 +93,8 @@ class PackedSample:
         3
         """
         return -(-self.common_length // chunk_tokens)
+
+
+def replace(sample: PackedSample, **changes: Any) -> PackedSample:
+    """A copy with other values, which shares the plans."""
+    return PackedSample(**vars(sample) | changes)

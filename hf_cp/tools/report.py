@@ -17,9 +17,7 @@ from statistics import mean, median
 
 from hf_cp.output import OK, PROBLEM, Table, Verdict, print_json, print_usage_error, progress
 from hf_cp.tools.report_figure import PARTS, plot_run
-from hf_cp.training.meter import StepRecord
-from hf_cp.training.record_files import RunRecords, read_run
-from hf_cp.training.run_info import WHOLE_ROWS
+from hf_cp.training.telemetry.records import WHOLE_SAMPLES, RunRecords, StepRecord, read_run
 
 SLOW = 1.10  # a rank that needs 10 % more than the median rank holds the others up
 WORK_EXPLAINS = 0.5  # of the extra time, if the attention work is above the mean by at least this share of it
@@ -80,7 +78,7 @@ class RunReport:
         run (`str`): what ran, as at its start.
         first_step, last_step, num_steps (`int`): which optimizer steps were looked at.
         tokens_per_second (`float`): of all ranks.
-        padding, exposed, wait_share (`float`): 0 to 1; see hf_cp/training/scalars.py.
+        padding, exposed, wait_share (`float`): 0 to 1; see hf_cp/training/telemetry/scalars.py.
         work_max_over_mean, busy_max_over_median (`float`): attention work, and time needed by a rank itself.
         ranks (`tuple[RankSummary, ...]`): all, in order.
         slow_ranks (`tuple[int, ...]`): those that hold others up.
@@ -111,7 +109,7 @@ def make_report(run: RunRecords) -> RunReport:
     waited = sum(record.ring_wait_seconds + record.ulysses_wait_seconds for record in records)
     typical = median(summary.busy for summary in summaries)
     mean_area = mean(summary.area for summary in summaries)
-    is_seen = run.info.layout != WHOLE_ROWS  # else the waits for gradients are in every rank's own time
+    is_seen = run.info.layout != WHOLE_SAMPLES  # else the waits for gradients are in every rank's own time
     slow = [summary for summary in summaries if is_seen and summary.busy > SLOW * typical]
     slow.sort(key=lambda summary: -summary.busy)
     wait_share = sum(s.waited for s in summaries) / sum(s.seconds for s in summaries)

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hf_cp.training.meter import StepRecord
-from hf_cp.training.record_files import RunRecords
+from hf_cp.training.telemetry.records import RunRecords, StepRecord
 
 
 class Part(NamedTuple):

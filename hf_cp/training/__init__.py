@@ -1,4 +1,4 @@
-"""Training on shared rows: a plugin for custom loops with Accelerate, and the Trainer."""
+"""Training on shared samples: a plugin for custom loops with Accelerate, and the Trainer."""
 
 from hf_cp.training.attach import attach_context_parallel
 from hf_cp.training.plugin import ContextParallelPlugin

@@ -20,11 +20,13 @@ from transformers import (
     default_data_collator,
 )
 
+from hf_cp import _compat
 from hf_cp.config import IGNORE_INDEX, ContextParallelConfig
 from hf_cp.data.collator import DataCollatorForContextParallel
 from hf_cp.data.documents import PreparedDocuments
 from hf_cp.distributed.mesh import ContextParallelMesh, config_of
 from hf_cp.models.patch import apply_context_parallel, context_parallel_state, remove_context_parallel
+from hf_cp.training.backend import check_trainer
 from hf_cp.training.checks import TrainerClass, refuse
 from hf_cp.training.trainer import ContextParallelTrainerMixin
 
@@ -54,12 +56,12 @@ def attach_context_parallel(
     Args:
         trainer ([`~transformers.Trainer`]): an instance of it, of TRL's SFTTrainer, or of a class of your own that
             keeps their loss, evaluation and loaders.
-        config_or_mesh (*optional*): how rows are split; by default as `data_collator` or the patched model says.
-        data_collator (`DataCollatorForContextParallel`, *optional*): makes the rows. By default the Trainer's own
-            collator is replaced by one that reads the features in the same way, and a row holds
+        config_or_mesh (*optional*): how samples are split; by default as `data_collator` or the patched model says.
+        data_collator (`DataCollatorForContextParallel`, *optional*): makes the samples. By default the Trainer's own
+            collator is replaced by one that reads the features in the same way, and a sample holds
             `per_device_train_batch_size` of them. That is known for transformers' `default_data_collator`,
             `DataCollatorWithPadding`, `DataCollatorForSeq2Seq`, `DataCollatorWithFlattening` and
-            `DataCollatorForLanguageModeling(mlm=False)`, and for SFTTrainer's. Pass one to pack rows (`max_tokens`).
+            `DataCollatorForLanguageModeling(mlm=False)`, and for SFTTrainer's. Pass one to pack documents.
 
     Returns:
         The same Trainer.
@@ -67,7 +69,7 @@ def attach_context_parallel(
     Raises:
         TypeError: it is not a Trainer.
         ValueError: the Trainer has begun, its class or collator cannot be kept, or the model or a setting of it does
-            not work on shared rows. The Trainer is left as it was.
+            not work on shared samples. The Trainer is left as it was.
         RuntimeError: other processes run than were launched, or DeepSpeed or FSDP is silently off.
     """
     _check_trainer(trainer)
@@ -101,9 +103,9 @@ def _change_class(trainer: Trainer, collator: DataCollatorForContextParallel) ->
     trainer.__class__ = type(f"ContextParallel{own.__name__}", (ContextParallelTrainerMixin, own), {})
     names = ("train_dataset", "eval_dataset", "model_init", "compute_loss_func", "compute_metrics")
     others = {name: getattr(trainer, name) for name in names}
-    trainer._begin_rows(model=trainer.model, args=trainer.args, data_collator=collator, others=others)
-    if trainer._own_rows:
-        trainer._check_accelerator()
+    trainer._begin_samples(model=trainer.model, args=trainer.args, data_collator=collator, others=others)
+    if trainer._loaders is not None:
+        check_trainer(trainer)
     trainer._use_collator(collator)
 
 
@@ -112,16 +114,16 @@ def _check_trainer(trainer: Any) -> None:
     if not isinstance(trainer, Trainer):
         raise TypeError(
             f"attach_context_parallel takes a transformers.Trainer instance, not {trainer!r}.\n"
-            "  Build the Trainer first; for an own loop use ContextParallelPlugin."
+            "  Build the Trainer first; for a training loop of your own use ContextParallelPlugin."
         )
     name = type(trainer).__name__
     if isinstance(trainer, ContextParallelTrainerMixin):
         raise ValueError(f"{name} is context-parallel already. Call attach_context_parallel once, or not at all.")
-    wrapped = trainer.model_wrapped is not trainer.model or getattr(trainer.model, "_is_accelerate_prepared", False)
+    wrapped = trainer.model_wrapped is not trainer.model or _compat.is_prepared(trainer.model)
     if trainer.state.max_steps or wrapped or trainer.deepspeed is not None:
         raise ValueError(
             f"{name} has begun (step {trainer.state.global_step} of {trainer.state.max_steps}; model "
-            f"{'prepared' if wrapped else 'not prepared'}), so its model is set up for whole rows.\n"
+            f"{'prepared' if wrapped else 'not prepared'}), so its model is set up for whole samples.\n"
             "  Call attach_context_parallel right after building the Trainer. To go on with a run, build a new one, "
             "attach, and call train(resume_from_checkpoint=...)."
         )
@@ -130,10 +132,10 @@ def _check_trainer(trainer: Any) -> None:
     if replaced:
         pronoun = "it" if len(replaced) == 1 else "them"
         raise ValueError(
-            f"{name} has its own {', '.join(replaced)}, which would not be used, or not see whole rows, under context "
-            "parallelism.\n"
+            f"{name} has its own {', '.join(replaced)}, which would not be used, or not see whole samples, under "
+            "context parallelism.\n"
             f"  Remove {pronoun}, or write class My{name}(ContextParallelTrainerMixin, {name}) and make {pronoun} "
-            "work on this rank's part of a row."
+            "work on this rank's part of a sample."
         )
 
 
@@ -160,7 +162,7 @@ def _choose_config(trainer: Trainer, given: Any, collator: Any) -> ContextParall
     if _is_ours(collator):
         return collator.config
     raise ValueError(
-        f"How {type(trainer).__name__}'s rows are to be split is not known: no config was given, its model is not "
+        f"How {type(trainer).__name__}'s samples are to be split is not known: no config was given, its model is not "
         f"patched, and its collator is {_name(collator)}.\n"
         "  Pass attach_context_parallel(trainer, ContextParallelConfig(ring_degree=...))."
     )

@@ -12,19 +12,53 @@ import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
 from accelerate.utils import DistributedType
+from transformers import Trainer
 
+from hf_cp import _compat
 from hf_cp.training.checks import (
     DataLoading,
     GradientSums,
     Launch,
     OtherParallelism,
     ZeroRun,
+    is_asked_for,
     refuse,
 )
 from hf_cp.training.checks.gradients import SIXTEEN_BITS
 from hf_cp.training.deepspeed import complete_zero_config
 
 logger = get_logger(__name__)
+
+
+def check_trainer(trainer: Trainer) -> None:
+    """[`check_and_complete`] for a Trainer, once it has built its Accelerator."""
+    args = trainer.args
+    launch = Launch.of(
+        trainer.accelerator,
+        cp_size=trainer.cp_config.cp_size,
+        wants_deepspeed=args.deepspeed_plugin is not None,
+        wants_fsdp=args.fsdp_plugin_args is not None or is_asked_for("FSDP"),
+    )
+    check_and_complete(
+        trainer.accelerator,
+        launch,
+        micro_batch_size=args.per_device_train_batch_size,
+        gradient_accumulation_steps=args.gradient_accumulation_steps,
+        gradient_clipping=args.max_grad_norm,
+        must_gather=not hasattr(trainer.model, "get_base_model"),
+    )
+
+
+def prepare_to_train(trainer: Trainer) -> None:
+    """Before every training run of a Trainer."""
+    mesh = trainer.cp_mesh
+    if trainer.model_wrapped is trainer.model and mesh.world_size > 1 and not trainer.is_fsdp_enabled:
+        # An earlier evaluate() has marked the model as prepared: accelerate would then never wrap it in DDP, and every
+        # rank would follow its own part of the gradient.
+        _compat.forget_prepared(trainer.model)
+    if mesh.cp_size > 1:
+        # The ranks of a sample must not drop the same units of different tokens. Adapters are initialised by now.
+        torch.manual_seed(trainer.args.seed + mesh.cp_rank)
 
 
 def check_and_complete(

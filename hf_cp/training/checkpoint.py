@@ -1,9 +1,9 @@
 """`hf_cp.json`: how a checkpoint was trained, kept beside it and compared when a run goes on.
 
-A checkpoint holds whole tensors (or ZeRO's parts of them), and rows are counted over all dp ranks, so another cp_size
-continues it exactly. What would continue it wrongly, or fail deep inside a library, is refused here by name, on every
-rank and before anything is loaded: other rows per optimizer step, other documents or another order, a ZeRO checkpoint
-for another number of processes. Differences that do no harm are logged.
+A checkpoint holds whole tensors (or ZeRO's parts of them), and samples are counted over all dp ranks, so another
+cp_size continues it exactly. What would continue it wrongly, or fail deep inside a library, is refused here by name,
+on every rank and before anything is loaded: other samples per optimizer step, other documents or another order, a ZeRO
+checkpoint for another number of processes. Differences that do no harm are logged.
 
 One process writes the file, whole or not at all.
 """
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from accelerate import Accelerator
+from accelerate.logging import get_logger
 from accelerate.utils import DistributedType
 from accelerate.utils.constants import FSDP_MODEL_NAME
 from transformers.trainer import TRAINER_STATE_NAME
@@ -34,6 +35,7 @@ from hf_cp.environment import version_of, versions
 from hf_cp.training.deepspeed import is_universal
 
 logger = logging.getLogger(__name__)
+accelerate_logger = get_logger(__name__)
 
 FILE_NAME = "hf_cp.json"
 FORMAT = 1
@@ -46,11 +48,11 @@ class CheckpointRecord:
 
     Args:
         config (`dict`): the fields of its [`ContextParallelConfig`].
-        world_size, dp_size (`int`): processes; groups of them that have rows of their own.
+        world_size, dp_size (`int`): processes; groups of them that have samples of their own.
         backend (`str`): accelerate's distributed type.
         zero_stage (`int`, *optional*): with DeepSpeed.
-        rows_per_step (`int`): rows of an optimizer step, over all dp ranks.
-        position (`LoaderPosition`, *optional*): of the training rows.
+        rows_per_step (`int`): samples of an optimizer step, over all dp ranks.
+        position (`LoaderPosition`, *optional*): of the training samples.
         versions (`dict`): of the packages that matter.
     """
 
@@ -97,7 +99,7 @@ class CheckpointRecord:
         ring, ulysses = self.config["ring_degree"], self.config["ulysses_degree"]
         return (
             f"{self.world_size} processes: cp_size={ring * ulysses} (ring_degree={ring}, ulysses_degree={ulysses}), "
-            f"dp_size={self.dp_size}; {self.rows_per_step} rows per step; optimizer state: {self.sharding}"
+            f"dp_size={self.dp_size}; {self.rows_per_step} samples per step; optimizer state: {self.sharding}"
         )
 
     def save(self, folder: str | os.PathLike) -> None:
@@ -246,18 +248,18 @@ def check_fsdp_form(folder: str | os.PathLike, state_dict_type: str) -> None:
 
 
 def check_steps(saved: CheckpointRecord, current: CheckpointRecord) -> None:
-    """Does step n of the Trainer see the same rows in both runs?
+    """Does step n of the Trainer see the same samples in both runs?
 
     Raises:
-        ValueError: a step has another number of rows, so that the saved number of steps stands for other rows; or the
-            documents or their order differ.
+        ValueError: a step has another number of samples, so that the saved number of steps stands for other ones; or
+            the documents or their order differ.
     """
     if saved.rows_per_step != current.rows_per_step:
         steps = saved.rows_per_step / current.dp_size
         hint = f"gradient_accumulation_steps={steps:.0f}" if steps == int(steps) else "another number of processes"
         raise ValueError(
-            f"An optimizer step had {saved.rows_per_step} rows, here it has {current.rows_per_step}: the Trainer "
-            "counts steps, and would go on at another row and learning rate.\n"
+            f"An optimizer step had {saved.rows_per_step} samples, here it has {current.rows_per_step}: the Trainer "
+            "counts steps, and would go on at another sample and learning rate.\n"
             f"  saved: {saved}\n  here:  {current}\n"
             f"  Resume with {hint}, or set ignore_data_skip=True to begin the epoch anew."
         )
@@ -271,3 +273,10 @@ def harmless_differences(saved: CheckpointRecord, current: CheckpointRecord) -> 
     pairs += [(name, getattr(saved, name), getattr(current, name)) for name in ("world_size", "dp_size", "backend")]
     pairs += [(name, saved.versions.get(name), version) for name, version in current.versions.items()]
     return [f"{name} {was} -> {now}" for name, was, now in pairs if was != now]
+
+
+def log_differences(saved: CheckpointRecord, current: CheckpointRecord, *, folder: str | os.PathLike) -> None:
+    """Says what differs without harm."""
+    differences = harmless_differences(saved, current)
+    if differences:
+        accelerate_logger.info(f"Going on from {folder} with another layout or other versions: {differences}.")

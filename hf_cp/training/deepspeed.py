@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from hf_cp import _compat
 from hf_cp.training.checks import ZeroConfig, refuse
 from hf_cp.training.checks.zero import GATHER_WEIGHTS
 
@@ -108,17 +109,18 @@ def keep_grad_norm(engine: Any) -> None:
     from deepspeed.runtime.utils import clip_grad_norm_
 
     optimizer, clipping = engine.optimizer, engine.gradient_clipping()
-    if engine.zero_optimization_stage() or hasattr(optimizer, "_global_grad_norm"):
+    if engine.zero_optimization_stage() or _compat.knows_grad_norm(optimizer):
         return
-    optimizer._global_grad_norm = None  # where the engine looks after a step
+    _compat.note_grad_norm(optimizer, None)
 
     def clip() -> None:
         parameters = engine.module.parameters()
-        optimizer._global_grad_norm = float(clip_grad_norm_(parameters, max_norm=clipping, mpu=engine.mpu))
+        norm = clip_grad_norm_(parameters, max_norm=clipping, mpu=engine.mpu)
+        _compat.note_grad_norm(optimizer, float(norm))
 
     def measure(*_: Any) -> None:
         gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
-        optimizer._global_grad_norm = float(torch.nn.utils.get_total_norm(gradients))
+        _compat.note_grad_norm(optimizer, float(torch.nn.utils.get_total_norm(gradients)))
 
     if clipping > 0:
         engine.clip_fp32_gradients = clip

@@ -1,9 +1,9 @@
-"""Context parallelism in a custom loop with Accelerate, with or without DeepSpeed ZeRO.
+"""Context parallelism in a custom training loop with Accelerate, with or without DeepSpeed ZeRO.
 
-Invariant: for any split of the documents over ranks, rows and micro-steps, one optimizer step follows the gradient of
-the mean token loss over all targets of its accumulation window. DDP, FSDP2 and ZeRO average gradients over all W
-processes and `Accelerator.backward` divides by the accumulation steps GA, so a rank's loss is (sum of its token
-losses) x W x GA / N:
+Invariant: for any split of the documents over ranks, samples and micro-steps, one optimizer step follows the gradient
+of the mean token loss over all targets of the step. DDP, FSDP2 and ZeRO average gradients over all W processes and
+`Accelerator.backward` divides by the accumulation steps GA, so a rank's loss is (sum of its token losses) times
+W x GA / N:
 
     1/W x sum over ranks and micro-steps of 1/GA x grad(local_sum x W x GA / N)  =  grad(sum of all token losses) / N
     (1/W: mean by the backend; 1/GA: backward)
@@ -33,7 +33,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.logging import get_logger
 from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
 from torch.nn.parallel import DistributedDataParallel
 
@@ -45,18 +44,16 @@ from hf_cp.distributed.communicator import Communicator
 from hf_cp.distributed.host import sum_over_world
 from hf_cp.distributed.mesh import ContextParallelMesh
 from hf_cp.training.backend import check_and_complete
-from hf_cp.training.checkpoint import CheckpointRecord, check_states, harmless_differences
+from hf_cp.training.checkpoint import CheckpointRecord, check_states, log_differences
 from hf_cp.training.checks import GradientSums, Launch, OtherParallelism, PreparedLoader, is_asked_for, refuse
 from hf_cp.training.deepspeed import make_zero_config
-
-logger = get_logger(__name__)
 
 
 class ContextParallelPlugin:
     """Builds the Accelerator for context parallelism and keeps a custom loop exact.
 
     Args:
-        config (`ContextParallelConfig`): how one row is split over processes.
+        config (`ContextParallelConfig`): how one sample is split over processes.
 
     Attributes:
         config (`ContextParallelConfig`): as given.
@@ -93,8 +90,8 @@ class ContextParallelPlugin:
 
         Args:
             kwargs: those of [`accelerate.Accelerator`]. `step_scheduler_with_optimizer` defaults to False here:
-                accelerate would step a prepared scheduler once per process and optimizer step, but a step has dp rows,
-                not W.
+                accelerate would step a prepared scheduler once per process and optimizer step, but a step has dp
+                samples, not W.
 
         Raises:
             ValueError: the number of processes does not fit, accelerate's own cp/sp/tp sizes are not 1, batches are
@@ -140,14 +137,14 @@ class ContextParallelPlugin:
         group_by_cost: bool = False,
         **collator_kwargs: Any,
     ) -> ContextParallelDataLoader:
-        """Packs documents into rows and deals them to this rank.
+        """Packs documents into samples and deals them to this rank.
 
         The loader is registered with the accelerator: `save_state` and `load_state` keep its position, if the loaders
         are made in the same order when resuming.
 
         Args:
             documents (sequence): features as [`DataCollatorForContextParallel`] reads them, the same on every rank.
-            max_tokens (`int`): the longest row.
+            max_tokens (`int`): the longest sample.
             shuffle, seed, drop_last, num_workers, group_by_cost: see [`ContextParallelDataLoader`].
             collator_kwargs: `overflow`, `tokenizer`, ... of [`DataCollatorForContextParallel`].
         """
@@ -179,7 +176,7 @@ class ContextParallelPlugin:
         buffer_documents: int = BUFFER_DOCUMENTS,
         **collator_kwargs: Any,
     ) -> StreamDataLoader:
-        """Packs a stream into rows as it comes and deals them to this rank, for ever: the loop must end itself.
+        """Packs a stream into samples as it comes and deals them to this rank, for ever: the loop must end itself.
 
         Registered with the accelerator like [`ContextParallelPlugin.data_loader`]; the arguments are those of
         [`StreamDataLoader`].
@@ -196,7 +193,7 @@ class ContextParallelPlugin:
         return self._ready().prepare_data_loader(loader)
 
     def seed_dropout(self, seed: int) -> None:
-        """Gives the ranks of a row different dropout masks; call it once before the loop, after the model is made.
+        """Gives the ranks of a sample different dropout masks; call it once before the loop, after the model is made.
 
         After one seed everywhere, as is needed for equal weights, they would drop the same units of different tokens.
 
@@ -213,62 +210,62 @@ class ContextParallelPlugin:
 
     @property
     def rows_per_step(self) -> int:
-        """Rows that one optimizer step sees: 1 row x accumulation steps x dp; ranks of one row count once."""
+        """Samples that one optimizer step sees: 1 sample x accumulation steps x dp; ranks of one sample count once."""
         return self._ready().gradient_accumulation_steps * self.mesh.dp_size
 
     def accumulation_windows(self, loader: Iterable[dict]) -> Iterator[tuple[Iterator[dict], int]]:
         """The micro-batches of each optimizer step, with the number of targets that they hold over all ranks.
 
-        A last window that is short steps too: walking `batches` sets `accelerator.sync_gradients`, true only for the
-        last micro-batch of the window.
+        A last step that is short counts too: walking `batches` sets `accelerator.sync_gradients`, true only for the
+        last micro-batch of the step.
 
         Args:
             loader: batches from [`ContextParallelPlugin.data_loader`], equally many on every rank.
 
         Yields:
-            `(batches, num_items)`: an iterator of batches on the accelerator's device, and the targets of the window
+            `(batches, num_items)`: an iterator of batches on the accelerator's device, and the targets of the step
             (the same number on every rank; 0 if all labels are masked).
         """
         accelerator = self._ready()
-        rows = iter(loader)
-        while window := list(itertools.islice(rows, accelerator.gradient_accumulation_steps)):
-            local_items = sum(int((batch["shift_labels"] != IGNORE_INDEX).sum()) for batch in window)
+        batches = iter(loader)
+        while step := list(itertools.islice(batches, accelerator.gradient_accumulation_steps)):
+            local_items = sum(int((batch["shift_labels"] != IGNORE_INDEX).sum()) for batch in step)
             (num_items,) = sum_over_world([local_items], comm=self._comm)
-            yield self._walk(window), num_items
+            yield self._walk(step), num_items
 
     def loss(self, model: torch.nn.Module, batch: dict, *, num_items: int) -> torch.Tensor:
-        """This rank's part of the window's mean token loss, scaled for `Accelerator.backward`.
+        """This rank's part of the step's mean token loss, scaled for `Accelerator.backward`.
 
         Args:
             model (`torch.nn.Module`): as prepared by the accelerator.
-            batch (`dict`): one of the window's batches.
-            num_items (`int`): the window's targets over all ranks, from
+            batch (`dict`): one of the step's batches.
+            num_items (`int`): the step's targets over all ranks, from
                 [`ContextParallelPlugin.accumulation_windows`].
 
         Returns:
             `torch.Tensor` [], with a graph also where every label is masked. Averaged over all ranks and micro-steps
-            of the window (and divided by nothing else) it is the mean token loss; plus, as in the Trainer, the
-            load-balancing losses of the window's rows, for a mixture of experts that is trained with them.
+            of the step (and divided by nothing else) it is the mean token loss; plus, as in the Trainer, the
+            load-balancing losses of its samples, for a mixture of experts that is trained with them.
 
         Raises:
-            ValueError: gradients would be added up in 16 bits over the ranks of a row.
+            ValueError: gradients would be added up in 16 bits over the ranks of a sample.
         """
         accelerator = self._ready()
         if self._checked_model is not model:
             refuse(GradientSums.of_accelerator(accelerator, model, cp_size=self.mesh.cp_size))
             self._checked_model = model
-        # DDP decides in the forward whether this backward will communicate; only the last one of a window has to.
+        # DDP decides in the forward whether this backward will communicate; only the last one of a step has to.
         is_quiet = isinstance(model, DistributedDataParallel) and not accelerator.sync_gradients
         with model.no_sync() if is_quiet else contextlib.nullcontext():
             share = model(**batch, num_items_in_batch=max(1, num_items)).loss  # local_sum / N
         # x W: the backend averages over all W processes. x GA: accelerate (DDP) and DeepSpeed's engine both divide
-        # every loss by the configured GA, in a short last window too.
+        # every loss by the configured GA, in a short last step too.
         return share * (accelerator.num_processes * accelerator.gradient_accumulation_steps)
 
-    def _walk(self, window: list[dict]) -> Iterator[dict]:
+    def _walk(self, step: list[dict]) -> Iterator[dict]:
         accelerator = self._ready()
-        for number, batch in enumerate(window, start=1):
-            accelerator.sync_gradients = number == len(window)
+        for number, batch in enumerate(step, start=1):
+            accelerator.sync_gradients = number == len(step)
             yield {
                 key: value.to(accelerator.device, non_blocking=True) if isinstance(value, torch.Tensor) else value
                 for key, value in batch.items()
@@ -282,8 +279,8 @@ class ContextParallelPlugin:
     def _save_record(self, models: list, weights: list, output_dir: str) -> None:
         if not self._ready().sync_gradients:
             raise RuntimeError(
-                "save_state was called inside an accumulation window: its gradients so far are in no checkpoint, and "
-                "the loader is at the window's end already.\n  Save after the window's optimizer step."
+                "save_state was called between the micro-batches of an optimizer step: its gradients so far are in no "
+                "checkpoint, and the loader is at the step's end already.\n  Save after optimizer.step()."
             )
         if self._ready().is_main_process:
             self._record().save(output_dir)
@@ -293,9 +290,7 @@ class ContextParallelPlugin:
         if saved is None:
             return  # written without this plugin; a packed loader's position is checked by the loader
         check_states(saved, current, change=f"Resume with {saved.world_size} processes; cp_size may be another one.")
-        differences = harmless_differences(saved, current)
-        if differences:
-            logger.info(f"Going on from {input_dir} with another layout or other versions: {differences}.")
+        log_differences(saved, current, folder=input_dir)
 
     def _ready(self) -> Accelerator:
         if self._accelerator is None:

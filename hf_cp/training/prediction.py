@@ -1,11 +1,11 @@
-"""Logits of shared rows, back in the order of the data set: what `predict()` and `compute_metrics` need.
+"""Logits of shared samples, back in the order of the data set: what `predict()` and `compute_metrics` need.
 
 Every rank has the logits of its own slots only. `preprocess_logits_for_metrics` sees them there, chunk by chunk, so
 logits of a whole shard never exist on the device; what it returns goes to the host, is gathered over all processes,
-and is put back by the row's layout and the packing manifest. So the result is what the stock Trainer returns for the
-same data set, one sequence at a time: entry i is feature i of the data set, token j its j-th token (the logits there
-predict token j + 1), shorter ones are padded with -100 on the right, labels are not shifted. Three things have no
-counterpart there:
+and is put back by the sample's layout and the packing manifest. So the result is what the stock Trainer returns for
+the same data set, one sequence at a time: entry i is feature i of the data set, token j its j-th token (the logits
+there predict token j + 1), shorter ones are padded with -100 on the right, labels are not shifted. Three things have
+no counterpart there:
 
 - a feature that became several documents (`seq_lengths`, `overflow="split"`) is put together again; the first label of
   each later document is -100, since no token predicts it;
@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 from transformers import EvalPrediction
 
+from hf_cp import _compat
 from hf_cp.config import IGNORE_INDEX, ContextParallelConfig
 from hf_cp.data.loader import ContextParallelDataLoader
 from hf_cp.distributed.communicator import Communicator
@@ -75,7 +75,7 @@ class Predictions:
         self._slots = list(_slots_of_documents(self._manifest))
         ends = [slot.start + length for slot, length in zip(self._slots, self._manifest.lengths, strict=True)]
         self.shape = (loader.packed.num_features, max(ends))
-        self._structure: pytree.TreeSpec | None = None
+        self._structure: Any = None
         self._results: list[torch.Tensor] = []  # of every leaf of the structure; token losses are the last
         self._step = 0
 
@@ -96,20 +96,20 @@ class Predictions:
             leaves.append(token_losses.double().cpu())
         if not self._results:
             self._results = [torch.full((*self.shape, *x.shape[1:]), IGNORE_INDEX, dtype=x.dtype) for x in leaves]
-        first_row = self._step * self._mesh.dp_size
-        layouts = [self._layout(row) for row in range(first_row, first_row + self._mesh.dp_size)]
+        first_sample = self._step * self._mesh.dp_size
+        layouts = [self._layout(sample) for sample in range(first_sample, first_sample + self._mesh.dp_size)]
         gathered = self._gather(leaves, layouts)
         for dp_rank, layout in enumerate(layouts):
             if layout is not None:
                 tokens = layout.unshard([gathered[rank] for rank in self._mesh.ranks[dp_rank].flat])
-                self._place(first_row + dp_rank, tokens)
+                self._place(first_sample + dp_rank, tokens)
         self._step += 1
 
     @property
     def predictions(self) -> Any:
         """Arrays [features, longest, ...], in the structure that `preprocess` returned."""
         count = self._structure.num_leaves
-        return pytree.tree_unflatten([result.numpy() for result in self._results[:count]], self._structure)
+        return _compat.unflatten_tree([result.numpy() for result in self._results[:count]], self._structure)
 
     @property
     def label_ids(self) -> np.ndarray:
@@ -147,11 +147,11 @@ class Predictions:
                 "logits.argmax(-1), take fewer features, or raise trainer.max_prediction_bytes."
             )
 
-    def _layout(self, row: int) -> SequenceLayout | None:
-        """Of a row of the manifest; `None` for a row without targets, where rows ran out."""
-        if row >= len(self._manifest.rows):
+    def _layout(self, sample: int) -> SequenceLayout | None:
+        """Of a sample of the manifest; `None` for a sample without targets, where samples ran out."""
+        if sample >= len(self._manifest.rows):
             return None
-        return SequenceLayout([self._manifest.lengths[d] for d in self._manifest.rows[row]], self._config)
+        return SequenceLayout([self._manifest.lengths[d] for d in self._manifest.rows[sample]], self._config)
 
     def _gather(self, leaves: list[torch.Tensor], layouts: list[SequenceLayout | None]) -> list[torch.Tensor]:
         """uint8 [slots, bytes of a token] of every rank, out of this rank's leaves [slots, ...]."""
@@ -168,9 +168,9 @@ class Predictions:
             )
         return [torch.from_numpy(part) for part in gathered]
 
-    def _place(self, row: int, tokens: torch.Tensor) -> None:
-        """Puts a whole row, uint8 [num_tokens, bytes of a token], where its documents belong."""
-        documents = self._manifest.rows[row]
+    def _place(self, sample: int, tokens: torch.Tensor) -> None:
+        """Puts a whole sample, uint8 [num_tokens, bytes of a token], where its documents belong."""
+        documents = self._manifest.rows[sample]
         lengths = [self._manifest.lengths[document] for document in documents]
         offset = 0
         for result in self._results:
@@ -214,7 +214,7 @@ class ShardOutputs:
         self._labels, self._preprocess, self._check_size = labels, preprocess, check_size
         self._num_seen = 0
         self._chunks: list[list[torch.Tensor]] = []
-        self.structure: pytree.TreeSpec | None = None
+        self.structure: Any = None
         self.error: Exception | None = None
 
     def __call__(self, logits: torch.Tensor) -> None:
@@ -229,7 +229,7 @@ class ShardOutputs:
 
     def _take(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
         results = logits if self._preprocess is None else self._preprocess(logits, labels)
-        leaves, self.structure = pytree.tree_flatten(results)
+        leaves, self.structure = _compat.flatten_tree(results)
         for leaf in leaves or [None]:
             _check_leaf(leaf, logits)
         leaves = [_storable(leaf[0]) for leaf in leaves]
@@ -247,14 +247,14 @@ class ShardOutputs:
         return []
 
 
-def evaluate_row(
+def evaluate_sample(
     model: nn.Module, inputs: dict[str, Any], *, label_smoothing: float, on_logits: ShardOutputs | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """This rank's sum of token losses, and the losses [n] if logits are asked for. Call it without gradients.
 
     Args:
         model (`nn.Module`): as the Trainer has wrapped it.
-        inputs (`dict`): this rank's batch of a row, or a whole one for a model that is not patched.
+        inputs (`dict`): this rank's batch of a sample, or a whole one for a model that is not patched.
         label_smoothing (`float`): as in training.
         on_logits (`ShardOutputs`, *optional*): takes the logits.
     """
@@ -281,7 +281,7 @@ def _check_leaf(leaf: Any, logits: torch.Tensor) -> None:
         shown = list(leaf.shape) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
         raise ValueError(
             f"preprocess_logits_for_metrics was given logits {list(logits.shape)} and returned {shown}; it is called "
-            f"with parts of rows, so it must return [1, {logits.shape[1]}, ...], a result for each token.\n"
+            f"with parts of samples, so it must return [1, {logits.shape[1]}, ...], a result for each token.\n"
             "  Treat every token by itself (e.g. logits.argmax(-1)), and shift or sum in compute_metrics."
         )
 

@@ -8,8 +8,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
-from accelerate.logging import get_logger
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from hf_cp.data.loader import ContextParallelDataLoader
 from hf_cp.data.streaming import StreamDataLoader
@@ -22,34 +21,53 @@ from hf_cp.training.checkpoint import (
     check_steps,
     find_checkpoint,
     find_on_all_ranks,
-    harmless_differences,
+    log_differences,
 )
 from hf_cp.training.deepspeed import repair_optimizer
 
-logger = get_logger(__name__)
 
+class Checkpoints:
+    """Of one Trainer.
 
-class CheckpointsMixin:
-    """The part of [`ContextParallelTrainerMixin`] that is about checkpoints."""
+    Args:
+        trainer (`Trainer`): a [`ContextParallelTrainerMixin`] on samples of ours.
+    """
 
-    _train_loader: ContextParallelDataLoader | StreamDataLoader | None = None
-    _resumed: CheckpointRecord | None = None  # while train() goes on from one
+    def __init__(self, trainer: Trainer):
+        self._trainer = trainer
+        self._loader: ContextParallelDataLoader | StreamDataLoader | None = None  # of the training samples
+        self._resumed: CheckpointRecord | None = None  # while train() goes on from one
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As stock, with `hf_cp.json` beside the weights; these are whole, also with FSDP's SHARDED_STATE_DICT."""
-        if not self._own_rows:
-            return super().save_model(output_dir, _internal_call)
-        record = self._record()  # on every process: before training it makes the process groups
-        if self.args.should_save:
-            record.save(self.args.output_dir if output_dir is None else output_dir)
-        is_checkpoint = _internal_call and output_dir is not None
-        with self._whole_weights() if self.is_fsdp_enabled and not is_checkpoint else nullcontext():
-            super().save_model(output_dir, _internal_call)
+    def record(self) -> CheckpointRecord:
+        """Of the run as it is now. Call it on every process: before training it makes the process groups."""
+        trainer = self._trainer
+        return CheckpointRecord.of(
+            trainer.accelerator,
+            trainer.cp_mesh,
+            trainer.cp_config,
+            rows_per_step=trainer.get_total_train_batch_size(trainer.args),
+            position=None if self._loader is None else self._loader.position,
+        )
+
+    def note_loader(self, loader: ContextParallelDataLoader | StreamDataLoader) -> None:
+        """Before the first step: are these the samples that the checkpoint counts?"""
+        self._loader = loader
+        if self._resumed is not None and not self._trainer.args.ignore_data_skip:
+            check_steps(self._resumed, self.record())
 
     @contextmanager
-    def _whole_weights(self) -> Iterator[None]:
-        """Inside, the Trainer's `save_model` writes weights; with SHARDED_STATE_DICT it would silently write none."""
-        plugin = self.accelerator.state.fsdp_plugin
+    def saving(self, output_dir: str | None, *, is_checkpoint: bool) -> Iterator[None]:
+        """Around the Trainer's `save_model`: `hf_cp.json` beside the weights, which are whole.
+
+        With FSDP's SHARDED_STATE_DICT the Trainer would silently write no weights, but for checkpoints.
+        """
+        trainer, record = self._trainer, self.record()
+        if trainer.args.should_save:
+            record.save(trainer.args.output_dir if output_dir is None else output_dir)
+        if not trainer.is_fsdp_enabled or is_checkpoint:
+            yield
+            return
+        plugin = trainer.accelerator.state.fsdp_plugin
         chosen = plugin.state_dict_type
         plugin.set_state_dict_type("FULL_STATE_DICT")
         try:
@@ -57,51 +75,34 @@ class CheckpointsMixin:
         finally:
             plugin.set_state_dict_type(chosen)
 
-    def _record(self) -> CheckpointRecord:
-        return CheckpointRecord.of(
-            self.accelerator,
-            self.cp_mesh,
-            self._cp_config,
-            rows_per_step=self.get_total_train_batch_size(self.args),
-            position=None if self._train_loader is None else self._train_loader.position,
-        )
-
-    def _note_train_loader(self, loader: ContextParallelDataLoader | StreamDataLoader) -> None:
-        """Before the first step: are these the rows that the checkpoint counts?"""
-        self._train_loader = loader
-        if self._resumed is not None and not self.args.ignore_data_skip:
-            check_steps(self._resumed, self._record())
-
     @contextmanager
-    def _resuming(self, resume_from_checkpoint: str | bool | None) -> Iterator[str | bool | None]:
+    def resuming(self, resume_from_checkpoint: str | bool | None) -> Iterator[str | bool | None]:
         """Checks the checkpoint that train() is to go on from, and yields its folder."""
-        if not self._own_rows:
-            self._check_stock_order(resume_from_checkpoint)
-            yield resume_from_checkpoint
-            return
-        found = find_on_all_ranks(resume_from_checkpoint, self.args.output_dir, self.cp_comm)
+        trainer = self._trainer
+        found = find_on_all_ranks(resume_from_checkpoint, trainer.args.output_dir, trainer.cp_comm)
         if found is None:
             yield resume_from_checkpoint
             return
-        is_other_world = self._check_found(found)
+        is_other_world = self._check(found)
         self._resumed = found.record
         universal = self._universal_load(found.folder) if is_other_world else nullcontext()
         try:
-            with universal, self._called(_SeedDropout(found.record, self.cp_mesh)):
+            with universal, self._called(_SeedDropout(found.record, trainer.cp_mesh)):
                 yield found.folder
         finally:
             self._resumed = None
 
-    def _check_found(self, found: Found) -> bool:
+    def _check(self, found: Found) -> bool:
         """Raises unless this run can go on from it; returns whether ZeRO's parts are for another number of ranks."""
-        # the rows are compared once their loader is made; one of an earlier train() says nothing
-        saved, current = found.record, replace(self._record(), position=None)
+        trainer, args = self._trainer, self._trainer.args
+        # the samples are compared once their loader is made; one of an earlier train() says nothing
+        saved, current = found.record, replace(self.record(), position=None)
         if saved is None:
-            if self.args.ignore_data_skip:
+            if args.ignore_data_skip:
                 return False
             raise ValueError(
                 f"{found.folder} has no hf_cp.json: it was written by another Trainer, whose steps stand for other "
-                "rows.\n  Set ignore_data_skip=True to take weights and optimizer from it and begin the epoch anew."
+                "samples.\n  Set ignore_data_skip=True to take weights and optimizer from it and begin the epoch anew."
             )
         check_states(
             saved,
@@ -109,15 +110,13 @@ class CheckpointsMixin:
             change=f"Run `hf-cp universal {found.folder}` once, or resume with {saved.world_size} processes.",
             may_differ=found.is_universal,
         )
-        if self.accelerator.is_fsdp2:
-            check_fsdp_form(found.folder, self.accelerator.state.fsdp_plugin.state_dict_type.name)
-        if not self.args.ignore_data_skip:
+        if trainer.accelerator.is_fsdp2:
+            check_fsdp_form(found.folder, trainer.accelerator.state.fsdp_plugin.state_dict_type.name)
+        if not args.ignore_data_skip:
             check_steps(saved, current)
-        differences = harmless_differences(saved, current)
-        if differences:
-            logger.info(f"Going on from {found.folder} with another layout or other versions: {differences}.")
+        log_differences(saved, current, folder=found.folder)
         is_other_world = bool(saved.zero_stage) and saved.world_size != current.world_size
-        if is_other_world and self.args.load_best_model_at_end:
+        if is_other_world and args.load_best_model_at_end:
             raise ValueError(
                 "load_best_model_at_end=True does not work in a run that goes on from a universal checkpoint "
                 f"({saved.world_size} -> {current.world_size} processes): DeepSpeed would look for more of them.\n"
@@ -128,7 +127,7 @@ class CheckpointsMixin:
     @contextmanager
     def _universal_load(self, folder: str) -> Iterator[None]:
         """Inside, DeepSpeed's engine reads universal checkpoints, and its optimizer is repaired after loading."""
-        plugin = self.accelerator.state.deepspeed_plugin
+        plugin = self._trainer.accelerator.state.deepspeed_plugin
         config = plugin.deepspeed_config
         before = config.get("checkpoint")
         config["checkpoint"] = {**(before or {}), "load_universal": True}
@@ -144,29 +143,30 @@ class CheckpointsMixin:
     @contextmanager
     def _called(self, callback: TrainerCallback) -> Iterator[None]:
         """Inside, the Trainer calls `callback`."""
-        self.add_callback(callback)
+        self._trainer.add_callback(callback)
         try:
             yield
         finally:
-            self.remove_callback(callback)
+            self._trainer.remove_callback(callback)
 
-    def _check_stock_order(self, resume_from_checkpoint: str | bool | None) -> None:
-        """The stock Trainer deals features in another order than our loader."""
-        folder = find_checkpoint(resume_from_checkpoint, self.args.output_dir) if resume_from_checkpoint else None
-        saved = CheckpointRecord.load(folder) if folder is not None else None
-        if saved is not None and not self.args.ignore_data_skip:
-            raise ValueError(
-                f"{folder} was written on packed or shared rows ({saved}), this run has neither: its steps stand for "
-                f"other rows.\n  Use ContextParallelConfig(force=True), or the max_tokens of that run, or set "
-                "ignore_data_skip=True to begin the epoch anew."
-            )
+
+def check_stock_order(trainer: Trainer, resume_from_checkpoint: str | bool | None) -> None:
+    """Refuses that a run without samples of ours goes on from one with them: the stock order is another one."""
+    folder = find_checkpoint(resume_from_checkpoint, trainer.args.output_dir) if resume_from_checkpoint else None
+    saved = CheckpointRecord.load(folder) if folder is not None else None
+    if saved is not None and not trainer.args.ignore_data_skip:
+        raise ValueError(
+            f"{folder} was written on packed or shared samples ({saved}), this run has neither: its steps stand for "
+            "other samples.\n  Use ContextParallelConfig(force=True), or the max_tokens of that run, or set "
+            "ignore_data_skip=True to begin the epoch anew."
+        )
 
 
 class _SeedDropout(TrainerCallback):
     """Runs once the random states of a checkpoint are loaded, one per process.
 
-    If the ranks of a row were not the ranks of a row before, some of them may now have equal states, and would drop
-    the same units of different tokens.
+    If the ranks of a sample were not the ranks of a sample before, some of them may now have equal states, and would
+    drop the same units of different tokens.
     """
 
     def __init__(self, saved: CheckpointRecord | None, mesh: ContextParallelMesh):

@@ -93,7 +93,7 @@ def test_ddp_equals_one_process(run):
 def test_zero_equals_one_process(run):
     for result in run.results:
         check_run(result["zero"], trained(), trained(dtype=torch.float32))
-        assert result["zero"]["type"] == "DeepSpeedEngine"
+        assert result["zero"].engine == "DeepSpeedEngine"
 
 
 def test_a_killed_process_ends_the_other_host(run):

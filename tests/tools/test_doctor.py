@@ -286,7 +286,7 @@ def test_checkpoints(model, tmp_path):
     assert other_world.status == "fail" and "4 parts, this run has 2" in other_world.detail
     assert "hf-cp universal" in other_world.fix
     other_rows = found(write_checkpoint(tmp_path / "b" / "checkpoint-1", rows_per_step=8))
-    assert other_rows.status == "fail" and "had 8 rows, here it has 2" in other_rows.detail
+    assert other_rows.status == "fail" and "had 8 samples, here it has 2" in other_rows.detail
     stage = found(write_checkpoint(tmp_path / "c" / "checkpoint-1", zero_stage=3))
     assert stage.status == "fail" and "ZeRO stage 3" in stage.detail
     train = yaml.safe_load((recipe / "train.yaml").read_text())

@@ -12,9 +12,7 @@ import pytest
 from hf_cp.tools.cli import main
 from hf_cp.tools.report import RunReport, make_report
 from hf_cp.tools.report_figure import PARTS, most_uneven_step, over_mean
-from hf_cp.training.meter import StepRecord
-from hf_cp.training.record_files import RecordWriter, RunRecords
-from hf_cp.training.run_info import RunInfo
+from hf_cp.training.telemetry.records import RecordWriter, RunInfo, RunRecords, StepRecord
 
 RANKS = 4
 INFO = RunInfo(1, 4, 1, "document", "exchange", "sdpa", 1024, 1, 1, "cpu")
@@ -26,7 +24,7 @@ def step(number: int = 2, *, data: float = 0.1, work: float = 1.0, area: float =
     return StepRecord(
         step=number, seconds=seconds, data_seconds=data, work_seconds=work, ring_wait_seconds=waited,
         ulysses_wait_seconds=0.0, other_wait_seconds=0.0, ring_flight_seconds=2 * waited, ulysses_flight_seconds=0.0,
-        ring_bytes=100, ulysses_bytes=0, rows=1, tokens=225, targets=200, slots=256, area=area,
+        ring_bytes=100, ulysses_bytes=0, samples=1, tokens=225, targets=200, slots=256, area=area,
         peak_memory_bytes=2**30,
     )  # fmt: skip
 

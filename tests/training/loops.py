@@ -35,7 +35,7 @@ def run_loop(
     **loader_settings: Any,
 ) -> Record:
     """Trains and returns losses and final parameters (gradients too where this process holds whole ones)."""
-    model = apply_context_parallel(make_model() if model is None else model, plugin.mesh)
+    model = apply_context_parallel(make_model() if model is None else model, plugin.config, mesh=plugin.mesh)
     wrapped, optimizer = accelerator.prepare(model, make_optimizer(model, optimizer, lr))
     loader = plugin.data_loader(documents, max_tokens=max_tokens, shuffle=False, **loader_settings)
     losses, gradients = [], []

@@ -10,7 +10,7 @@ from typing import Any
 
 from hf_cp.config import ContextParallelConfig
 from hf_cp.sequence.packing import PackingManifest
-from hf_cp.training.callback import ContextParallelCallback
+from hf_cp.training.telemetry.callback import ContextParallelCallback
 from tests.training.tiny import RecordingTrainer, make_documents, make_model, make_trainer
 
 LENGTHS = (30, 21, 11, 17, 14, 9, 20, 3, 8, 2, 1, 6, 5)  # 5 rows of 32 tokens

@@ -24,10 +24,9 @@ from hf_cp.sequence.layout import SequenceLayout
 from hf_cp.sequence.packing import PackingManifest
 from hf_cp.sequence.plan import AttentionPlan
 from hf_cp.tools.cli import main
-from hf_cp.training.callback import ContextParallelCallback
-from hf_cp.training.meter import StepMeter, StepRecord
-from hf_cp.training.record_files import RecordWriter, RunRecords, read_run
-from hf_cp.training.run_info import RunInfo
+from hf_cp.training.telemetry.callback import ContextParallelCallback
+from hf_cp.training.telemetry.meter import StepMeter
+from hf_cp.training.telemetry.records import RecordWriter, RunInfo, RunRecords, StepRecord, read_run
 from tests.training.telemetry_cases import LENGTHS, SLEEP, Observed, observe, observe_pairs, observe_two_pairs
 from tests.training.tiny import REF, STOCK, make_documents, make_model, make_trainer
 
@@ -143,8 +142,8 @@ def test_a_row_that_stands_in_has_no_tokens(two_pairs):
 def test_one_line_at_the_start(pairs, two_pairs):
     ring, ulysses = pairs[1][0]
     assert ring.messages == [
-        "hf_cp: dp 1 x ring 2 x ulysses 1 | layout document | engine p2p | kernel sdpa | rows of up to 32 tokens "
-        "(16 a rank) | 2 rows (up to 64 tokens) per optimizer step"
+        "hf_cp: dp 1 x ring 2 x ulysses 1 | layout document | engine p2p | kernel sdpa | samples of up to 32 tokens "
+        "(16 a rank) | 2 samples (up to 64 tokens) per optimizer step"
     ]
     assert len(ulysses.messages) == 1 and "engine none" in ulysses.messages[0]
     first = plans_of(two_pairs[1][0].manifest, [0], ContextParallelConfig(ring_degree=2))[0]
@@ -199,7 +198,7 @@ def test_whole_rows_of_one_process():
 
 def test_switched_off_nothing_is_measured():
     trainer = make_trainer(make_model(), REF, make_documents(LENGTHS))
-    assert trainer._find_observer() is not None  # by default
+    assert trainer._watch.find_callback() is not None  # by default
     trainer.remove_callback(ContextParallelCallback)
     with patch.object(Clock, "__init__", side_effect=AssertionError):
         trainer.train()
@@ -214,7 +213,6 @@ def test_arguments_and_trainers_that_are_refused(tmp_path):
     with pytest.raises(ValueError, match="peak_tflops=-1"):
         ContextParallelCallback(peak_tflops=-1)
     trainer = make_trainer(make_model(), STOCK, make_documents([8]), max_tokens=None)
-    trainer._own_rows = False  # as with the stock collator
     with pytest.raises(ValueError, match="another collator"):
         ContextParallelCallback().on_train_begin(trainer.args, trainer.state, trainer.control)
 
@@ -276,15 +274,15 @@ def test_marks_are_freed_when_the_device_has_passed_them(device_type):
     with (
         patch.object(torch.cuda, "Event", Event),
         patch.object(Event, "delay", 5.0),
-        patch("hf_cp.training.meter.peak_memory_bytes", return_value=0),
+        patch("hf_cp.training.telemetry.meter.peak_memory_bytes", return_value=0),
     ):
         for step in range(1, 7):
             meter.start()
             clocks.append(weakref.ref(comm.clock))
             meter.fetched()
-            meter.take_row(batch, num_tokens=4)
+            meter.start_micro_step(batch, num_tokens=4)
             Event.now += 10
-            meter.finish_row()
+            meter.end_micro_step()
             meter.stop(step)
             assert sum(clock() is not None for clock in clocks) <= (1 if device_type == "cpu" else 2)
         records = meter.take_records()
@@ -328,5 +326,5 @@ def test_records_of_a_run_that_goes_on(tmp_path):
     RecordWriter(tmp_path, rank=0, appends=False).write([record(7, 1.0)])
     assert [r.step for r in read_run(tmp_path).ranks[0]] == [7]
     (tmp_path / "rank0.jsonl").write_text("no record\n")
-    with pytest.raises(ValueError, match="line 1, is no record"):
+    with pytest.raises(ValueError, match="line 1, is not a record"):
         read_run(tmp_path)

@@ -141,7 +141,7 @@ def loop(config: ContextParallelConfig, accumulation: int, folder: str, stop: in
     """Two epochs of 3 steps of a custom loop; saves after `stop` steps, or goes on from there."""
     plugin = ContextParallelPlugin(config)
     accelerator = plugin.accelerator(cpu=True, gradient_accumulation_steps=accumulation)
-    model = apply_context_parallel(make_model(), plugin.mesh)
+    model = apply_context_parallel(make_model(), plugin.config, mesh=plugin.mesh)
     wrapped, optimizer = accelerator.prepare(model, make_optimizer(model, "adam", 1e-2))
     loader = plugin.data_loader(make_documents([16, 9, 14, 16, 11, 16, 5, 16, 12, 16, 13, 3, 16, 7]), max_tokens=16)
     step = 0
@@ -188,10 +188,10 @@ def test_save_state_refuses_the_middle_of_a_step(world2, tmp_path):
 
 
 def test_only_zero_checkpoints_become_universal(tmp_path, capsys):
-    with pytest.raises(ValueError, match="is no ZeRO checkpoint: it has no file 'latest'"):
+    with pytest.raises(ValueError, match="is not a ZeRO checkpoint: it has no file 'latest'"):
         make_universal(tmp_path)
     assert main(["universal", str(tmp_path)]) == 2
-    assert "REFUSED: " in (said := capsys.readouterr()).err and "is no ZeRO checkpoint" in said.err and not said.out
+    assert "REFUSED: " in (said := capsys.readouterr()).err and "is not a ZeRO checkpoint" in said.err and not said.out
 
 
 def test_record_is_plain_json(tmp_path):

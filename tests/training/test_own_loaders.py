@@ -29,10 +29,10 @@ def train_on_own_loader(config: ContextParallelConfig) -> tuple[list[float], dic
     """Losses and final weights of a window of two rows and one of one row; the loader is not prepared."""
     plugin = ContextParallelPlugin(config)
     accelerator = plugin.accelerator(cpu=True, gradient_accumulation_steps=2)
-    model = apply_context_parallel(make_model(), plugin.mesh)
+    model = apply_context_parallel(make_model(), plugin.config, mesh=plugin.mesh)
     wrapped, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.2))
     losses = []
-    loader = own_loader(DataCollatorForContextParallel(plugin.mesh))
+    loader = own_loader(DataCollatorForContextParallel(plugin.config, cp_rank=plugin.mesh.cp_rank))
     for batches, num_items in plugin.accumulation_windows(loader):
         losses.append(0.0)
         for batch in batches:
@@ -60,7 +60,9 @@ def prepare_own_loader(config: ContextParallelConfig) -> int:
     """Batches of this rank."""
     plugin = ContextParallelPlugin(config)
     accelerator = plugin.accelerator(cpu=True)
-    return len(accelerator.prepare(own_loader(DataCollatorForContextParallel(plugin.mesh))))
+    return len(
+        accelerator.prepare(own_loader(DataCollatorForContextParallel(plugin.config, cp_rank=plugin.mesh.cp_rank)))
+    )
 
 
 def set_up(**loading: bool) -> None:
@@ -81,7 +83,7 @@ def test_batches_that_accelerate_deals_to_ranks_are_refused(world2):
         assert error.type_name == "ValueError" and "every rank other batches of this DataLoader" in error.message
         assert "cp_size=2 ranks of a sample" in error.message and "plugin.data_loader" in error.message
     for error in world2.run(step_without_the_plugin, expect_error=True):
-        assert error.type_name == "ValueError" and "hold different rows" in error.message
+        assert error.type_name == "ValueError" and "hold different samples" in error.message
         assert "accelerator.prepare deals other batches" in error.message
     assert world2.run(prepare_own_loader, STOCK) == [2, 2]  # whole rows may be dealt: 3 of them, one twice
 

@@ -103,7 +103,7 @@ def two_micro_steps(config: ContextParallelConfig) -> tuple[list[float], int]:
     plugin = ContextParallelPlugin(config)
     plugin.accelerator(cpu=True, gradient_accumulation_steps=2)
     loader = plugin.data_loader(documents, max_tokens=16, shuffle=False)
-    model = apply_context_parallel(make_fixed_loss_model(), plugin.mesh)
+    model = apply_context_parallel(make_fixed_loss_model(), plugin.config, mesh=plugin.mesh)
     ((batches, num_items),) = plugin.accumulation_windows(loader)
     return [float(plugin.loss(model, batch, num_items=num_items).detach()) for batch in batches], plugin.rows_per_step
 
@@ -123,7 +123,7 @@ def windows(config: ContextParallelConfig) -> tuple[list[int], list[list[bool]],
     plugin = ContextParallelPlugin(config)
     accelerator = plugin.accelerator(cpu=True, gradient_accumulation_steps=2)
     loader = plugin.data_loader(documents, max_tokens=8, shuffle=False)
-    model = apply_context_parallel(make_model(), plugin.mesh)
+    model = apply_context_parallel(make_model(), plugin.config, mesh=plugin.mesh)
     counts, synced = [], []
     for batches, num_items in plugin.accumulation_windows(loader):
         counts.append(num_items)
@@ -148,7 +148,7 @@ def communicated_steps() -> list[int]:
     """How many gradient buckets DDP reduces in each micro-step."""
     plugin = ContextParallelPlugin(RING2)
     accelerator = plugin.accelerator(cpu=True, gradient_accumulation_steps=3)
-    model = accelerator.prepare(apply_context_parallel(make_model(), plugin.mesh))
+    model = accelerator.prepare(apply_context_parallel(make_model(), plugin.config, mesh=plugin.mesh))
     reduced = []
 
     def hook(state, bucket):
@@ -173,7 +173,7 @@ def test_ddp_reduces_once_per_window(world2):
 def learning_rates() -> list[float]:
     plugin = ContextParallelPlugin(RING2)
     accelerator = plugin.accelerator(cpu=True)
-    model = apply_context_parallel(make_model(), plugin.mesh)
+    model = apply_context_parallel(make_model(), plugin.config, mesh=plugin.mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
@@ -198,7 +198,7 @@ def interrupted_loop(folder: str, stop: int | None, resumed: bool) -> tuple[list
     """The documented loop over two epochs of 5 rows; saves and ends after `stop` steps. What it saw, its weights."""
     plugin = ContextParallelPlugin(RING2)
     accelerator = plugin.accelerator(cpu=True, gradient_accumulation_steps=2)
-    model = apply_context_parallel(make_model(), plugin.mesh)
+    model = apply_context_parallel(make_model(), plugin.config, mesh=plugin.mesh)
     wrapped, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters(), lr=1e-2))
     loader = plugin.data_loader(make_documents([16] * 5), max_tokens=16, seed=3)
     if resumed:
@@ -234,7 +234,7 @@ def test_loop_resumes_where_it_was_saved(world2, tmp_path, stop):
 def save_inside_a_window(folder: str) -> None:
     plugin = ContextParallelPlugin(RING2)
     accelerator = plugin.accelerator(cpu=True, gradient_accumulation_steps=2)
-    wrapped = accelerator.prepare(apply_context_parallel(make_model(), plugin.mesh))
+    wrapped = accelerator.prepare(apply_context_parallel(make_model(), plugin.config, mesh=plugin.mesh))
     loader = plugin.data_loader(make_documents([16] * 4), max_tokens=16)
     for batches, num_items in plugin.accumulation_windows(loader):
         for batch in batches:
@@ -245,14 +245,16 @@ def save_inside_a_window(folder: str) -> None:
 @pytest.mark.distributed
 def test_half_a_window_is_not_saved(world2, tmp_path):
     for error in world2.run(save_inside_a_window, str(tmp_path), expect_error=True):
-        assert error.type_name == "RuntimeError" and "inside an accumulation window" in error.message
+        assert error.type_name == "RuntimeError" and "between the micro-batches of an optimizer step" in error.message
 
 
 def unwrapped_loss_output(mixed_precision: str) -> tuple[bool, bool]:
     """Whether the model that accelerate has unwrapped scores its shard, and its forward still has a signature."""
     plugin = ContextParallelPlugin(RING2)
     accelerator = plugin.accelerator(cpu=True, mixed_precision=mixed_precision)
-    wrapped = accelerator.prepare(apply_context_parallel(make_model(dtype=torch.float32), plugin.mesh))
+    wrapped = accelerator.prepare(
+        apply_context_parallel(make_model(dtype=torch.float32), plugin.config, mesh=plugin.mesh)
+    )
     model = accelerator.unwrap_model(wrapped, keep_fp32_wrapper=False)
     batch = next(iter(plugin.data_loader(make_documents([16]), max_tokens=16)))
     output = model(**batch)
@@ -339,7 +341,7 @@ def fsdp2_step(policy: str | None) -> tuple[torch.dtype, float, dict[str, torch.
     if policy is not None:
         fsdp.set_mixed_precision(policy)
         reduce_fsdp_in_fp32(fsdp)
-    model = apply_context_parallel(make_model(dtype=torch.float32), plugin.mesh)
+    model = apply_context_parallel(make_model(dtype=torch.float32), plugin.config, mesh=plugin.mesh)
     for module in (*model.model.layers, model):
         fully_shard(module, mp_policy=fsdp.mixed_precision_policy or MixedPrecisionPolicy())
     loader = plugin.data_loader(make_documents([14, 9, 7]), max_tokens=32)

@@ -218,7 +218,7 @@ def test_refusals(world4, checkpoints, tmp_path):
     other = documents()
     other[3]["input_ids"][5] = other[3]["input_ids"][5] ^ 1
     cases = {
-        "rows per step": ({"accumulation": 3}, ("had 4 rows, here it has 6", "gradient_accumulation_steps=2")),
+        "rows per step": ({"accumulation": 3}, ("had 4 samples, here it has 6", "gradient_accumulation_steps=2")),
         "documents": ({"data": other}, ("data_digest was",)),
         "row size": ({"max_tokens": 17}, ("data_digest was",)),
         "seed": ({"seed": 3}, ("seed was 42, here it is 3",)),
@@ -292,7 +292,7 @@ def test_hosts_with_different_last_checkpoints(world4, checkpoints, tmp_path):
 
 def test_stock_order_is_another_one(checkpoints, tmp_path):
     """cp_size 1 without packing runs the stock Trainer, which deals features in its own order."""
-    with pytest.raises(ValueError, match="was written on packed or shared rows"):
+    with pytest.raises(ValueError, match="was written on packed or shared samples"):
         run(STOCK, 4, str(tmp_path), resume=str(checkpoints["W1"]), max_tokens=None)
 
 

@@ -158,7 +158,7 @@ def test_own_evaluation_sets_are_packed_once():
     documents = make_documents([16] * 5)
     trainer = make_trainer(make_model(), REF, documents, max_tokens=16, eval_dataset=documents)
     loader = trainer.get_eval_dataloader()
-    with mock.patch.object(trainer, "_make_loader", side_effect=AssertionError("packed again")):
+    with mock.patch.object(trainer._loaders, "in_order", side_effect=AssertionError("packed again")):
         trainer.evaluate()  # the Trainer passes the data set itself
         assert trainer.get_eval_dataloader(documents) is loader
     other = make_documents([16] * 3)
@@ -173,7 +173,7 @@ def test_own_evaluation_sets_are_packed_once():
     assert len(trainer.get_eval_dataloader("a")) == 2
     assert trainer.get_eval_dataloader("b") is second
     trainer.evaluate()
-    assert len(trainer._eval_loaders) == 2  # what was replaced is let go
+    assert len(trainer._loaders._evaluated) == 2  # what was replaced is let go
 
 
 def test_own_numbers_are_logged_as_they_are():

@@ -19,7 +19,12 @@ from trl.trainer import add_fused_lm_head
 
 from hf_cp.config import ContextParallelConfig
 from hf_cp.data import ContextParallelDataLoader, DataCollatorForContextParallel, to_documents
-from hf_cp.models.patch import apply_context_parallel, context_parallel_state, remove_context_parallel
+from hf_cp.models.patch import (
+    apply_context_parallel,
+    context_parallel_disabled,
+    context_parallel_state,
+    remove_context_parallel,
+)
 from hf_cp.training import ContextParallelTrainer, ContextParallelTrainerMixin
 from hf_cp.training.sft import complete_sft
 from tests.examples.launch import EXAMPLES, forked
@@ -143,9 +148,16 @@ def test_predictions_and_metrics_are_those_of_the_data_set():
         preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
         compute_metrics=lambda prediction: seen.append(prediction) or {"features": len(prediction.label_ids)},
     )
+    calls = []
+    trainer.model.get_decoder().register_forward_hook(lambda *_: calls.append(1))
     metrics = trainer.evaluate()
+    assert len(calls) == len(trainer.get_eval_dataloader())  # the logits come from the same forward pass as the loss
     assert seen[0].label_ids.shape == (3, 13) and metrics["eval_features"] == 3  # a word each, and the end
     assert {"eval_loss", "eval_entropy", "eval_mean_token_accuracy"} <= metrics.keys()
+    with context_parallel_disabled(trainer.model), torch.no_grad():
+        for ids, predicted in zip(trainer.eval_dataset["input_ids"], seen[0].predictions, strict=True):
+            logits = trainer.model(torch.tensor([ids])).logits[0]
+            assert predicted[: len(ids)].tolist() == logits.argmax(-1).tolist()
 
 
 def test_prompt_learning_is_refused():
@@ -198,7 +210,7 @@ def test_settings_are_refused(changes, message):
 def test_short_max_length_is_said(caplog):
     """SFTConfig cuts to 1024 tokens by default, which makes a row of 131,072 a row of many short documents."""
     build(max_length=20, max_tokens=40, per_device_train_batch_size=1)
-    assert "cuts documents to 20 tokens before they are packed into rows of 40" in caplog.text
+    assert "cuts documents to 20 tokens before they are packed into samples of 40" in caplog.text
     caplog.clear()
     build(max_length=None, max_tokens=40, per_device_train_batch_size=1)
     assert "cuts documents" not in caplog.text

@@ -15,7 +15,7 @@ from tests.models.test_generate import generate
 from tests.training.fixed_loss import make_fixed_loss_model
 from tests.training.loops import run_ddp_loop
 from tests.training.tiny import REF, STOCK, Record, make_documents, make_model, make_trainer, relative, train
-from tests.training.zero_cases import BALANCED, LENGTHS, largest_logit, mean_of_largest
+from tests.training.zero_cases import BALANCED, LENGTHS, TrainerRun, largest_logit, mean_of_largest
 
 BF16_ROUNDING = 2**-8  # relative distance of neighbouring numbers
 
@@ -49,11 +49,11 @@ def update_error(parameters: dict[str, torch.Tensor], reference: Record, lora: b
     )
 
 
-def check_run(result: dict, reference: Record, in_fp32: Record, *, lora: bool = False) -> None:
-    for losses in (result["losses"], result["logged"]):
+def check_run(result: TrainerRun, reference: Record, in_fp32: Record, *, lora: bool = False) -> None:
+    for losses in (result.losses, result.logged):
         assert losses == pytest.approx(reference.losses, rel=1e-5)
-    assert result["grad_norms"] == pytest.approx(reference.grad_norms, rel=1e-4)
-    error = update_error(result["parameters"], reference, lora)
+    assert result.grad_norms == pytest.approx(reference.grad_norms, rel=1e-4)
+    error = update_error(result.parameters, reference, lora)
     assert error < 1e-4
     assert error < 1.5 * update_error(in_fp32.parameters, reference, lora) + 1e-7
 
@@ -99,8 +99,8 @@ def test_trainer_on_one_shared_row(pair, case):
     for result in pair:
         run = result[case]
         check_run(run, trained(lora), trained(lora, dtype=torch.float32), lora=lora)
-        assert run["type"] == "DeepSpeedEngine"
-        before, after = run["trainable"]
+        assert run.engine == "DeepSpeedEngine"
+        before, after = run.trainable
         assert before == after and len(before) > 10
 
 
@@ -114,33 +114,33 @@ def test_trainer_on_two_rows(two_pairs):
     """DeepSpeed counts 1 x 2 x 4 samples a step, we count 1 x 2 x 2 rows."""
     for result in two_pairs:
         check_run(result["trainer"], trained(accumulation=4), trained(accumulation=4, dtype=torch.float32))
-        assert result["trainer"]["train_batch_size"] == 8
-        assert result["trainer"]["rows_per_step"] == 4
+        assert result["trainer"].train_batch_size == 8
+        assert result["trainer"].samples_per_step == 4
 
 
 def test_stage_3_gathers_in_step(two_pairs):
     """Every parameter is sharded, rows have other lengths on other ranks, one of them has no targets."""
     for result in two_pairs:
         check_run(result["sharded"], trained(), trained(dtype=torch.float32))
-        assert result["sharded"]["eval_losses"] == two_pairs[0]["sharded"]["eval_losses"]
+        assert result["sharded"].eval_losses == two_pairs[0]["sharded"].eval_losses
 
 
 def test_stage_3_shards_over_all_processes(pair, two_pairs):
     """Over dp x cp, and where every process has rows of its own (cp 1)."""
     runs = [(2, result["bf16"][3][name]) for result in pair for name in ("shared", "whole")]
     for processes, run in [*runs, *((4, result["sharded"]) for result in two_pairs)]:
-        assert len(run["shards"]) == len(run["parameters"])
-        assert all(held == -(-whole // processes) for whole, held in run["shards"])
+        assert len(run.shards) == len(run.parameters)
+        assert all(held == -(-whole // processes) for whole, held in run.shards)
 
 
 def test_stage_3_generates(pair, two_pairs):
     """In the middle of training, with the weights of that time; how training goes on is tested above."""
     first = generate(make_model(dtype=torch.float32))
     for run in [result["sharded"] for result in two_pairs] + [result["trainer_lora3"] for result in pair]:
-        copy = make_model(lora="lora_A" in str(list(run["parameters"])), dtype=torch.float32)
-        copy.load_state_dict(run["spoken"]["parameters"])
+        copy = make_model(lora="lora_A" in str(list(run.parameters)), dtype=torch.float32)
+        copy.load_state_dict(run.spoken["parameters"])
         expected = generate(copy)
-        assert torch.equal(run["spoken"]["text"], expected) and not torch.equal(first, expected)
+        assert torch.equal(run.spoken["text"], expected) and not torch.equal(first, expected)
 
 
 def test_checkpointing_and_chunked_mlp_in_stage_3(two_pairs):
@@ -163,9 +163,9 @@ def test_experts_in_stage_3(two_pairs):
 
     for result in two_pairs:
         run = result["experts"]
-        assert run["losses"] == pytest.approx(reference.losses, rel=1e-5)
-        assert run["grad_norms"] == pytest.approx(reference.grad_norms, rel=1e-4)
-        assert error(run["parameters"]) < min(1e-4, 2 * error(in_fp32.parameters) + 1e-7)
+        assert run.losses == pytest.approx(reference.losses, rel=1e-5)
+        assert run.grad_norms == pytest.approx(reference.grad_norms, rel=1e-4)
+        assert error(run.parameters) < min(1e-4, 2 * error(in_fp32.parameters) + 1e-7)
 
 
 def test_clipping(two_pairs):
@@ -173,9 +173,9 @@ def test_clipping(two_pairs):
     assert min(reference.grad_norms) > 0.2
     for result in two_pairs:
         for case in ("clipped", "clipped_sharded", "clipped_stage0"):
-            assert result[case]["grad_norms"] == pytest.approx(reference.grad_norms, rel=1e-4)
+            assert result[case].grad_norms == pytest.approx(reference.grad_norms, rel=1e-4)
             # a clipped update is small against the parameters: fp32 rounds it
-            assert update_error(result[case]["parameters"], reference) < 1e-3
+            assert update_error(result[case].parameters, reference) < 1e-3
 
 
 def test_the_time_limit_of_an_own_loop_reaches_the_groups(pair):
@@ -198,17 +198,17 @@ def test_same_trajectory(pair, case):
     drift = abs(mean_residual(in_fp32.losses, exact.losses))
     for result in pair:
         run = result["variants"][case]
-        assert run["offloads"] == case.startswith("offload")
-        assert run["reduce_scatters"] == case.startswith("offload")
+        assert run.offloads == case.startswith("offload")
+        assert run.reduce_scatters == case.startswith("offload")
         check_run(run, exact, in_fp32)
-        assert abs(mean_residual(run["losses"], exact.losses)) < 3 * drift + 1e-7
+        assert abs(mean_residual(run.losses, exact.losses)) < 3 * drift + 1e-7
 
 
 def distance(run: dict, exact: Record, part: str = "") -> float:
     """Of all updates together, or of those whose names hold `part`, over the length of the exact ones."""
     start = make_model().state_dict()
     exact_updates = {name: p - start[name] for name, p in exact.parameters.items() if part in name}
-    errors = [run["parameters"][name] - start[name] - update for name, update in exact_updates.items()]
+    errors = [run.parameters[name] - start[name] - update for name, update in exact_updates.items()]
     norms = [torch.nn.utils.get_total_norm(list(tensors)) for tensors in (errors, exact_updates.values())]
     return float(norms[0] / norms[1])
 
@@ -221,8 +221,8 @@ def test_bf16(pair, stage):
         shared, whole = (result["bf16"][stage][name] for name in ("shared", "whole"))
         assert 1e-3 < distance(whole, exact) < 0.1  # it did compute in bf16
         assert distance(shared, exact) < 2 * distance(whole, exact)
-        drift = abs(mean_residual(whole["losses"], exact.losses))
-        assert abs(mean_residual(shared["losses"], exact.losses)) < 2 * drift + 1e-3
+        drift = abs(mean_residual(whole.losses, exact.losses))
+        assert abs(mean_residual(shared.losses, exact.losses)) < 2 * drift + 1e-3
 
 
 @pytest.mark.parametrize("part", ["lm_head", "mlp"])
@@ -230,7 +230,7 @@ def test_bf16_in_many_chunks(pair, part):
     """The gradients of weights that are used once per chunk: summed in bf16 they would be off by several roundings."""
     start = make_model().state_dict()
     for result in pair:
-        many, one = (result["bf16_chunks"][name]["parameters"] for name in ("many", "one"))
+        many, one = (result["bf16_chunks"][name].parameters for name in ("many", "one"))
         for name in [name for name in one if part in name]:
             error, update = many[name] - one[name], one[name] - start[name]
             assert error.norm() < BF16_ROUNDING * update.norm(), name
@@ -239,7 +239,7 @@ def test_bf16_in_many_chunks(pair, part):
 def test_numbers_of_the_run(pair):
     """Rows of 2, 2 and 1 in 3 steps, whatever the stage: all tokens, and bytes of fp32 rows."""
     for result in pair:
-        logs = [case["run_numbers"] for case in (result["trainer"], *result["trainer_stages"].values())]
+        logs = [case.run_numbers for case in (result["trainer"], *result["trainer_stages"].values())]
         for log in logs:
             assert sum(entry["cp/tokens"] for entry in log) == sum(LENGTHS)
             for name in ("cp/tokens", "cp/targets", "cp/ring_bytes", "cp/work_max_over_mean"):
@@ -254,9 +254,9 @@ def test_evaluation_inside_training(pair):
     trainer = make_trainer(make_model(), REF, documents, eval_dataset=documents[:5])
     first = trainer.evaluate()["eval_loss"]
     for result in pair:
-        assert result["trainer"]["eval_losses"] == pair[0]["trainer"]["eval_losses"]
-        assert result["trainer"]["eval_losses"][0] == pytest.approx(first, rel=1e-6)
-        assert result["trainer"]["eval_loss"] < first
+        assert result["trainer"].eval_losses == pair[0]["trainer"].eval_losses
+        assert result["trainer"].eval_losses[0] == pytest.approx(first, rel=1e-6)
+        assert result["trainer"].eval_loss < first
 
 
 def test_metrics_and_predictions_inside_training(pair, two_pairs):
@@ -269,9 +269,9 @@ def test_metrics_and_predictions_inside_training(pair, two_pairs):
     metrics, predictions = trainer.evaluate(), trainer.predict(documents).predictions
     runs = [found for result in pair for found in (result["trainer"], *result["trainer_stages"].values())]
     for found in runs + [result["sharded"] for result in two_pairs]:
-        assert found["largest"] == pytest.approx(metrics["eval_largest"], rel=1e-5)
-        assert found["predictions"].shape == (len(LENGTHS), max(LENGTHS))
-        assert relative(torch.from_numpy(found["predictions"]), torch.from_numpy(predictions)) < 1e-5
+        assert found.largest == pytest.approx(metrics["eval_largest"], rel=1e-5)
+        assert found.predictions.shape == (len(LENGTHS), max(LENGTHS))
+        assert relative(torch.from_numpy(found.predictions), torch.from_numpy(predictions)) < 1e-5
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from hf_cp.training.deepspeed import ZERO_STAGES
 from tests.models.test_generate import PROMPTS
 from tests.training.tiny import make_model, relative
+from tests.training.zero_cases import TrainerRun
 from tests.training.zero_resume import CASES, SHRUNK, STOP, STOP_AGAIN
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -20,7 +21,7 @@ def test_saved_adapter_is_complete_and_written_once(pair, case):
     """From ZeRO 2 and 3: all 28 tensors, with the values that were trained, and no file of the base model."""
     folder, run = pair[0]["folder"] / case, pair[0][f"trainer_{case}"]
     tensors = load_file(folder / "adapter_model.safetensors")
-    parameters = run["parameters"]
+    parameters = run.parameters
     assert len(tensors) == 28
     for name, tensor in tensors.items():
         assert torch.equal(
@@ -34,10 +35,10 @@ def test_saved_adapter_is_complete_and_written_once(pair, case):
     check_logits(PeftModel.from_pretrained(make_model(dtype=torch.float32), folder), run)
 
 
-def check_logits(loaded: torch.nn.Module, run: dict) -> None:
+def check_logits(loaded: torch.nn.Module, run: TrainerRun) -> None:
     """Those of the model that was trained and saved."""
     with torch.no_grad():
-        assert relative(loaded.eval()(input_ids=PROMPTS).logits, run["logits"]) < 1e-6
+        assert relative(loaded.eval()(input_ids=PROMPTS).logits, run.logits) < 1e-6
 
 
 @pytest.mark.parametrize("stage", ZERO_STAGES)
@@ -45,7 +46,7 @@ def test_saved_model_is_complete(pair, stage):
     """Written by one process, also where each has only a part of every weight."""
     folder = pair[0]["folder"] / ("full" if stage == 2 else f"full{stage}")
     run = pair[0]["trainer"] if stage == 2 else pair[0]["trainer_stages"][stage]
-    tensors, parameters = load_file(folder / "model.safetensors"), run["parameters"]
+    tensors, parameters = load_file(folder / "model.safetensors"), run.parameters
     assert tensors.keys() == parameters.keys()
     assert all(torch.equal(tensors[name], parameter) for name, parameter in parameters.items())
     check_logits(AutoModelForCausalLM.from_pretrained(folder), run)

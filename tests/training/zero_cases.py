@@ -10,8 +10,9 @@ import os
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
@@ -161,6 +162,29 @@ def mean_of_largest(result: EvalPrediction) -> dict[str, float]:
     return {"largest": result.predictions[result.predictions != -100].mean()}
 
 
+class TrainerRun(NamedTuple):
+    """What one process knows of a run of the Trainer."""
+
+    losses: list[float]  # of every optimizer step, in full precision
+    logged: list[float]
+    grad_norms: list[float]
+    eval_losses: list[float]  # in training
+    eval_loss: float | None  # afterwards
+    largest: float | None  # the metric of `mean_of_largest`
+    predictions: np.ndarray | None
+    spoken: dict[str, Any]  # of the `Speaker`
+    logits: torch.Tensor | None  # after training
+    shards: list[tuple[int, int]]  # of ZeRO-3: numbers of a whole parameter, and of this process's part
+    parameters: dict[str, torch.Tensor]
+    offloads: bool
+    reduce_scatters: bool
+    trainable: tuple[list[str], list[str]]  # parameters, before and afterwards
+    train_batch_size: int  # of DeepSpeed
+    samples_per_step: int
+    run_numbers: list[dict[str, float]]
+    engine: str
+
+
 def trainer_run(
     folder: Path | None = None,
     *,
@@ -174,7 +198,7 @@ def trainer_run(
     model_changes: dict[str, Any] | None = None,
     evaluates: bool = True,
     **settings: Any,
-) -> dict[str, Any]:
+) -> TrainerRun:
     """Trains, evaluates and saves (into `folder`) through the Trainer."""
     fresh_state()
     model = make_model(family, lora=lora, dtype=torch.float32, **(model_changes or {}))
@@ -204,26 +228,26 @@ def trainer_run(
     if folder is not None:
         trainer.save_model(str(folder))
     log = trainer.state.log_history
-    return {
-        "losses": trainer.step_losses(),
-        "logged": [entry["loss"] for entry in log if "loss" in entry],
-        "grad_norms": [entry["grad_norm"] for entry in log if "grad_norm" in entry],
-        "eval_losses": [entry["eval_loss"] for entry in log if "eval_loss" in entry],
-        "eval_loss": evaluated.get("eval_loss"),
-        "largest": evaluated.get("eval_largest"),
-        "predictions": predictions,
-        "spoken": vars(speaker),
-        "logits": None if folder is None else whole_logits(model),
-        "shards": [(p.ds_numel, p.ds_tensor.numel()) for p in model.parameters() if hasattr(p, "ds_id")],
-        "parameters": master_parameters(model) if settings.get("bf16") else whole_parameters(model),
-        "offloads": trainer.deepspeed.zero_cpu_offload(),
-        "reduce_scatters": trainer.deepspeed.zero_reduce_scatter(),
-        "trainable": (before, [name for name, p in model.named_parameters() if p.requires_grad]),
-        "train_batch_size": trainer.deepspeed.train_batch_size(),
-        "rows_per_step": trainer.get_total_train_batch_size(trainer.args),
-        "run_numbers": [{k: v for k, v in entry.items() if k.startswith("cp/")} for entry in log if "loss" in entry],
-        "type": type(trainer.deepspeed).__name__,
-    }
+    return TrainerRun(
+        losses=trainer.step_losses(),
+        logged=[entry["loss"] for entry in log if "loss" in entry],
+        grad_norms=[entry["grad_norm"] for entry in log if "grad_norm" in entry],
+        eval_losses=[entry["eval_loss"] for entry in log if "eval_loss" in entry],
+        eval_loss=evaluated.get("eval_loss"),
+        largest=evaluated.get("eval_largest"),
+        predictions=predictions,
+        spoken=vars(speaker),
+        logits=None if folder is None else whole_logits(model),
+        shards=[(p.ds_numel, p.ds_tensor.numel()) for p in model.parameters() if hasattr(p, "ds_id")],
+        parameters=master_parameters(model) if settings.get("bf16") else whole_parameters(model),
+        offloads=trainer.deepspeed.zero_cpu_offload(),
+        reduce_scatters=trainer.deepspeed.zero_reduce_scatter(),
+        trainable=(before, [name for name, p in model.named_parameters() if p.requires_grad]),
+        train_batch_size=trainer.deepspeed.train_batch_size(),
+        samples_per_step=trainer.get_total_train_batch_size(trainer.args),
+        run_numbers=[{k: v for k, v in entry.items() if k.startswith("cp/")} for entry in log if "loss" in entry],
+        engine=type(trainer.deepspeed).__name__,
+    )
 
 
 def refusals() -> dict[str, str]:

@@ -128,7 +128,7 @@ def own_loop(out: Path, stage: int, accumulation: int, *, resume: bool) -> dict[
         deepspeed_plugin=plugin.deepspeed_plugin(zero_stage=stage),
         project_config=names if stage == 3 else None,
     )
-    model = apply_context_parallel(make_model(dtype=torch.float32), plugin.mesh)
+    model = apply_context_parallel(make_model(dtype=torch.float32), plugin.config, mesh=plugin.mesh)
     wrapped, optimizer = accelerator.prepare(model, make_optimizer(model, "adam", 1e-2))
     loader, losses = plugin.data_loader(make_documents(LENGTHS), max_tokens=32), []
     if resume:

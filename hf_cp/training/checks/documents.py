@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import TrainingArguments
 
 from hf_cp.data.documents import check_columns
 from hf_cp.data.streaming import is_stream
 from hf_cp.training.checks.table import Check, Problem
+
+STREAM_SAMPLING = ("random", "sequential")
+
+
+class Unfit(NamedTuple):
+    """A training argument that does not work with a stream."""
+
+    setting: str
+    value: Any
+    allowed: str
 
 
 @dataclass(frozen=True)
@@ -45,54 +55,46 @@ class Documents:
         is_filled = is_held and hasattr(dataset, "__len__") and len(dataset)
         return dataset[0] if is_filled and isinstance(dataset[0], Mapping) else {}
 
-
-def _columns(subject: Documents) -> Problem | None:
-    try:
-        check_columns(subject.first_columns(), name=f"The {subject.name}")
-    except ValueError as error:
-        return Problem.of(error)
-    return None
-
-
-def _rereadable(subject: Documents) -> Problem | None:
-    if not subject.is_stream or (is_stream(subject.dataset) and not hasattr(subject.dataset, "__next__")):
+    def preference_columns(self) -> Problem | None:
+        try:
+            check_columns(self.first_columns(), name=f"The {self.name}")
+        except ValueError as error:
+            return Problem(*str(error).split("\n  "))
         return None
-    return Problem(
-        f"{subject.name} is a stream that can be read only once: a run could not be resumed, nor go on after its end.",
-        "Pass an IterableDataset (each iteration begins anew), or a list of documents.",
-    )
 
-
-def _evaluated(subject: Documents) -> Problem | None:
-    if subject.args is not None or not subject.is_stream:
+    def unfit_for_stream(self) -> Unfit | None:
+        """A training argument that needs all documents."""
+        if self.args is None or not self.is_stream:
+            return None
+        for setting, allowed in (("dataloader_num_workers", (0,)), ("train_sampling_strategy", STREAM_SAMPLING)):
+            value = getattr(self.args, setting)
+            if value not in allowed:
+                return Unfit(setting, value, " or ".join(map(repr, allowed)))
         return None
-    return Problem(
-        f"{subject.name} is a stream: it has no length, so an evaluation over it would never end.",
-        "Evaluate on a map-style dataset, e.g. list(dataset.take(1000)).",
-    )
-
-
-def _streamed(subject: Documents) -> Problem | None:
-    args = subject.args
-    if args is None or not subject.is_stream:
-        return None
-    unfit = {
-        "dataloader_num_workers": (args.dataloader_num_workers, (0,)),
-        "train_sampling_strategy": (args.train_sampling_strategy, ("random", "sequential")),
-    }
-    for setting, (value, allowed) in unfit.items():
-        if value not in allowed:
-            return Problem(
-                f"{setting}={value!r} does not work with {subject.name}, a stream: it is read once, forwards, in the "
-                "training process.",
-                f"Set it to {' or '.join(map(repr, allowed))}, or pass a map-style dataset.",
-            )
-    return None
 
 
 CHECKS = (
-    Check("columns", Documents, _columns),
-    Check("stream is read again", Documents, _rereadable),
-    Check("stream for evaluation", Documents, _evaluated),
-    Check("stream for training", Documents, _streamed),
+    Check("columns", Documents, Documents.preference_columns, "{found.what}", "{found.fix}"),
+    Check(
+        "stream is read again",
+        Documents,
+        lambda s: s.is_stream and (not is_stream(s.dataset) or hasattr(s.dataset, "__next__")),
+        "{s.name} is a stream that can be read only once: a run could not be resumed, nor go on after its end.",
+        "Pass an IterableDataset (each iteration begins anew), or a list of documents.",
+    ),
+    Check(
+        "stream for evaluation",
+        Documents,
+        lambda s: s.is_stream and s.args is None,
+        "{s.name} is a stream: it has no length, so an evaluation over it would never end.",
+        "Evaluate on a map-style dataset, e.g. list(dataset.take(1000)).",
+    ),
+    Check(
+        "stream for training",
+        Documents,
+        Documents.unfit_for_stream,
+        "{found.setting}={found.value!r} does not work with {s.name}, a stream: it is read once, forwards, in the "
+        "training process.",
+        "Set it to {found.allowed}, or pass a map-style dataset.",
+    ),
 )

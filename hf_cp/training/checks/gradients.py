@@ -17,7 +17,7 @@ from torch import nn
 from transformers import TrainingArguments
 
 from hf_cp.training.checks.launch import is_asked_for
-from hf_cp.training.checks.table import Check, Problem
+from hf_cp.training.checks.table import Check
 
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 
@@ -46,6 +46,10 @@ class GradientSums:
     sixteen_bit: tuple[str, ...] = ()
     comm_hook: str = "no"
 
+    @property
+    def num_sixteen_bit(self) -> int:
+        return len(self.sixteen_bit)
+
     @classmethod
     def of_arguments(cls, args: TrainingArguments, model: Any, *, cp_size: int) -> GradientSums:
         """Of a run that is asked for."""
@@ -68,29 +72,22 @@ class GradientSums:
         )
 
 
-def _precision(subject: GradientSums) -> Problem | None:
-    names = subject.sixteen_bit
-    if subject.cp_size == 1 or subject.is_told or not names:
-        return None
-    return Problem(
-        f"{len(names)} trainable parameters are in 16 bits (the first is {names[0]}), and {subject.backend} would add "
-        f"up their gradients in 16 bits over cp_size={subject.cp_size} ranks, which hold parts of one gradient.",
+CHECKS = (
+    Check(
+        "gradient precision",
+        GradientSums,
+        lambda s: s.sixteen_bit if s.cp_size > 1 and not s.is_told else (),
+        "{s.num_sixteen_bit} trainable parameters are in 16 bits (the first is {found[0]}), and {s.backend} would add "
+        "up their gradients in 16 bits over cp_size={s.cp_size} ranks, which hold parts of one gradient.",
         "Keep trainable weights in fp32 and set bf16=True (for an Accelerator mixed_precision='bf16'); frozen weights "
         "may stay in 16 bits.",
-    )
-
-
-def _comm_hook(subject: GradientSums) -> Problem | None:
-    if subject.cp_size == 1 or subject.comm_hook == "no":
-        return None
-    return Problem(
-        f"DistributedDataParallelKwargs has comm_hook={subject.comm_hook!r}, which rounds gradients before they are "
-        f"added up; the cp_size={subject.cp_size} ranks of a sample hold parts of one gradient.",
+    ),
+    Check(
+        "gradient hook",
+        GradientSums,
+        lambda s: s.cp_size > 1 and s.comm_hook != "no",
+        "DistributedDataParallelKwargs has comm_hook={s.comm_hook!r}, which rounds gradients before they are added "
+        "up; the cp_size={s.cp_size} ranks of a sample hold parts of one gradient.",
         "Leave comm_hook at its default.",
-    )
-
-
-CHECKS = (
-    Check("gradient precision", GradientSums, _precision),
-    Check("gradient hook", GradientSums, _comm_hook),
+    ),
 )

@@ -26,12 +26,6 @@ class Problem(NamedTuple):
     def __str__(self) -> str:
         return f"{self.what}\n  {self.fix}"
 
-    @classmethod
-    def of(cls, error: Exception) -> Problem:
-        """Of an error of this package, which has these parts."""
-        what, _, fix = str(error).partition("\n  ")
-        return cls(what, fix, type(error))
-
 
 class Check(NamedTuple):
     """An entry of the table.
@@ -39,9 +33,22 @@ class Check(NamedTuple):
     Args:
         name (`str`): for lists of checks.
         subject (`type`): of the values that it looks at.
-        find (`Callable`): takes such a value, returns a [`Problem`] or `None`.
+        is_wrong (`Callable`): takes such a value; what it returns is shown in the texts as {found}.
+        what, fix (`str`): of the [`Problem`]; they show fields of the subject as {s.field}.
+        error (`type[Exception]`): of the problem.
     """
 
     name: str
     subject: type
-    find: Callable[[Any], Problem | None]
+    is_wrong: Callable[[Any], Any]
+    what: str
+    fix: str
+    error: type[Exception] = ValueError
+
+    def find(self, subject: Any) -> Problem | None:
+        """What is wrong with a subject, if something is."""
+        found = self.is_wrong(subject)
+        if not found:
+            return None
+        shown = {"s": subject, "found": found}
+        return Problem(self.what.format(**shown), self.fix.format(**shown), self.error)

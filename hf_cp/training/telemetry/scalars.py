@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from hf_cp.distributed.peak import GIB
 from hf_cp.planning.flops import training_flops
 from hf_cp.planning.model_shape import ModelShape
-from hf_cp.training.meter import StepRecord
+from hf_cp.training.telemetry.records import StepRecord
 
 TERA = 1e12
 

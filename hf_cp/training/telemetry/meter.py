@@ -1,11 +1,14 @@
-"""What one process does in an optimizer step: rows, work, bytes, waits, seconds.
+"""What one process does in an optimizer step: samples, work, bytes, waits, seconds.
 
-The meter follows the training loop: `start` before the step's batches are taken, `fetched` when they are there,
-`take_row` before and `finish_row` after every micro-step, `stop` after the update. Between `stop` and the next `start`
-(evaluation, saving) nothing is noted. Nothing is sent, and the device is not waited for until the records are asked
-for: a step's marks are turned into its record, and freed, at the start of a later step that finds them passed.
+The meter follows the training loop:
 
-Invariant: what a record holds comes from the row's layout and plan, from the counter of sent bytes, and from the
+    start   fetched   start_micro_step  end_micro_step   ...   stop
+    |-data--|---------|-----forward, backward---|--------------|update|     (then evaluation, saving: nothing is noted)
+
+Nothing is sent, and the device is not waited for until the records are asked for: a step's marks are turned into its
+record, and freed, at the start of a later step that finds them passed.
+
+Invariant: what a record holds comes from the sample's layout and plan, from the counter of sent bytes, and from the
 clock's marks; never from the shapes of local tensors.
 """
 
@@ -13,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,74 +24,15 @@ import torch
 from hf_cp.config import IGNORE_INDEX, ContextParallelConfig
 from hf_cp.distributed.clock import Clock, Mark, Point, Wait, seconds_between
 from hf_cp.distributed.communicator import Communicator
+from hf_cp.distributed.mesh import ContextParallelMesh
 from hf_cp.distributed.peak import peak_memory_bytes
 from hf_cp.sequence.layout import SequenceLayout
 from hf_cp.sequence.sample import SAMPLE_KEY, PackedSample
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """One optimizer step of one process (or, added up, several).
-
-    Args:
-        step (`int`): number of the optimizer step, from 1; of a sum, the last one.
-        seconds (`float`): from the taking of the batches to the end of the update.
-        data_seconds (`float`): until the batches were there, without waiting for other ranks.
-        work_seconds (`float`): forward and backward passes, from the call of the patched model to the backward pass of
-            the first layer's attention, and what the loop does before them; without waiting. What is left out waits
-            for other ranks in DDP or ZeRO. ZeRO-3 and FSDP also wait inside, where they gather parameters; that counts
-            as work. A model that is not patched has all of the micro-step here.
-        ring_wait_seconds, ulysses_wait_seconds (`float`): waiting for transfers of attention.
-        other_wait_seconds (`float`): waiting for peers in sums and status exchanges.
-        ring_flight_seconds, ulysses_flight_seconds (`float`): from the start of each transfer until it was taken,
-            added up; transfers overlap.
-        ring_bytes, ulysses_bytes (`int`): sent.
-        rows (`int`): rows with targets or without that this rank's group had.
-        tokens (`int`): tokens of documents; those of a shared row are counted on its first rank.
-        targets (`int`): tokens with loss on this rank.
-        slots (`int`): places for tokens on this rank, padding included.
-        area (`float`): visible (query, key) pairs over all layers, for all heads; a rank of u Ulysses ranks has 1 / u
-            of its shard's.
-        peak_memory_bytes (`int`): the most that the process has held so far.
-    """
-
-    step: int
-    seconds: float
-    data_seconds: float
-    work_seconds: float
-    ring_wait_seconds: float
-    ulysses_wait_seconds: float
-    other_wait_seconds: float
-    ring_flight_seconds: float
-    ulysses_flight_seconds: float
-    ring_bytes: int
-    ulysses_bytes: int
-    rows: int
-    tokens: int
-    targets: int
-    slots: int
-    area: float
-    peak_memory_bytes: int
-
-    @property
-    def busy_seconds(self) -> float:
-        """What this process needed by itself: others wait for the rank that has most of it."""
-        return self.data_seconds + self.work_seconds
-
-    @property
-    def wait_seconds(self) -> float:
-        return self.ring_wait_seconds + self.ulysses_wait_seconds + self.other_wait_seconds
-
-    def __add__(self, other: StepRecord) -> StepRecord:
-        latest = ("step", "peak_memory_bytes")
-        values = {f.name: (getattr(self, f.name), getattr(other, f.name)) for f in fields(self)}
-        return StepRecord(**{name: max(pair) if name in latest else sum(pair) for name, pair in values.items()})
+from hf_cp.training.telemetry.records import StepRecord
 
 
 @dataclass
-class _Row:
-    """A micro-step."""
-
+class _MicroStep:
     began: Point
     taken: Point
     forward: Point | None = None
@@ -126,7 +70,7 @@ class _OpenStep:
     area: float = 0.0
     peak_memory_bytes: int = 0
     targets: list[torch.Tensor] = field(default_factory=list)  # scalars, maybe on the device; on the host once ended
-    rows: list[_Row] = field(default_factory=list)
+    micro_steps: list[_MicroStep] = field(default_factory=list)
 
     @property
     def is_passed(self) -> bool:
@@ -146,7 +90,7 @@ class _OpenStep:
             step=self.step,
             seconds=seconds,
             data_seconds=max(0.0, seconds_between(self.began_on_host, self.fetched_on_host) - fetch_waits),
-            work_seconds=max(0.0, sum(row.work_seconds(waits) for row in self.rows)),
+            work_seconds=max(0.0, sum(micro_step.work_seconds(waits) for micro_step in self.micro_steps)),
             ring_wait_seconds=float(waited["ring"]),
             ulysses_wait_seconds=float(waited["ulysses"]),
             other_wait_seconds=float(sum(waited.values()) - waited["ring"] - waited["ulysses"]),
@@ -154,7 +98,7 @@ class _OpenStep:
             ulysses_flight_seconds=float(in_flight["ulysses"]),
             ring_bytes=self.ring_bytes,
             ulysses_bytes=self.ulysses_bytes,
-            rows=len(self.rows),
+            samples=len(self.micro_steps),
             tokens=self.tokens,
             targets=sum(int(count) for count in self.targets),
             slots=self.slots,
@@ -167,75 +111,81 @@ class StepMeter:
     """Measures the steps of this process.
 
     Args:
-        comm (`Communicator`): whose bytes and waits are noted.
+        comm (`Communicator`, *optional*): whose bytes and waits are noted; without one the meter is off.
         windows (`Mapping[int | None, int]`): sliding windows (`None`: full attention) and their numbers of layers.
     """
 
-    def __init__(self, comm: Communicator, windows: Mapping[int | None, int]):
-        self.comm, self.mesh, self.windows = comm, comm.mesh, dict(windows)
+    def __init__(self, comm: Communicator | None = None, windows: Mapping[int | None, int] | None = None):
+        self.comm, self.windows = comm, dict(windows or {})
         self._open: _OpenStep | None = None
         self._stopped: deque[_OpenStep] = deque()
         self._records: list[StepRecord] = []  # of steps before those
 
+    @property
+    def mesh(self) -> ContextParallelMesh:
+        return self.comm.mesh
+
     def start(self) -> None:
         """A step begins; one that was begun before and not stopped is forgotten."""
+        if self.comm is None:
+            return
         while self._stopped and self._stopped[0].is_passed:  # else every wait of the run would be held
             self._records.append(self._stopped.popleft().record())
-        clock = self.comm.clock = Clock(self.mesh.device_type)
-        traffic = self.comm
-        self._open = _OpenStep(
-            clock, clock.mark(), clock.mark(on_host=True), traffic.ring_bytes, traffic.ulysses_bytes
-        )
+        comm, clock = self.comm, Clock(self.mesh.device_type)
+        comm.clock = clock
+        self._open = _OpenStep(clock, clock.mark(), clock.mark(on_host=True), comm.ring_bytes, comm.ulysses_bytes)
 
     def fetched(self) -> None:
         """The step's batches are there."""
         step = self._open
-        step.fetched, step.fetched_on_host = step.clock.point(), step.clock.mark(on_host=True)
+        if step is not None:
+            step.fetched, step.fetched_on_host = step.clock.point(), step.clock.mark(on_host=True)
 
-    def take_row(self, batch: Mapping[str, Any], *, num_tokens: int) -> None:
+    def start_micro_step(self, batch: Mapping[str, Any], *, num_tokens: int) -> None:
         """A micro-step begins.
 
         Args:
             batch: as the collator made it.
-            num_tokens (`int`): tokens of documents that this rank counts (those of a shared row on its first rank, of
-                a row that stands in for none nowhere).
+            num_tokens (`int`): tokens of documents in it that this rank counts (those of a shared sample on its first
+                rank, of a dummy sample nowhere).
         """
         step = self._open
-        if step is None:  # a training step outside of the loop
+        if step is None:  # off, or a training step outside of the loop
             return
         sample = batch.get(SAMPLE_KEY)
         step.tokens += num_tokens
         step.slots += batch["input_ids"].numel() if sample is None else sample.layout.local_length
         step.targets.append((batch["shift_labels"] != IGNORE_INDEX).sum())
-        step.area += self._area(sample or PackedSample(_whole_row(batch)))
+        step.area += self._area(sample or _whole_sample(batch))
         step.clock.forward = step.clock.last_attention = None
         # what lies between two micro-steps belongs to the later one
-        began = step.rows[-1].ended if step.rows else step.fetched
-        step.rows.append(_Row(began, step.clock.point()))
+        began = step.micro_steps[-1].ended if step.micro_steps else step.fetched
+        step.micro_steps.append(_MicroStep(began, step.clock.point()))
 
-    def finish_row(self) -> None:
+    def end_micro_step(self) -> None:
         """A micro-step's backward pass has been issued."""
         if self._open is not None:
-            row, clock = self._open.rows[-1], self._open.clock
-            row.forward, row.last_attention, row.ended = clock.forward, clock.last_attention, clock.point()
+            done, clock = self._open.micro_steps[-1], self._open.clock
+            done.forward, done.last_attention, done.ended = clock.forward, clock.last_attention, clock.point()
 
     def stop(self, step: int) -> None:
         """Step number `step` is done."""
         if self._open is None:
             return
-        done, traffic = self._open, self.comm
+        done, comm = self._open, self.comm
         # copied before the mark: reading it after the mark has passed waits for nothing
         done.targets = [count.to("cpu", non_blocking=True) for count in done.targets]
         done.step, done.ended = step, done.clock.mark()
-        done.ring_bytes = traffic.ring_bytes - done.ring_bytes
-        done.ulysses_bytes = traffic.ulysses_bytes - done.ulysses_bytes
+        done.ring_bytes = comm.ring_bytes - done.ring_bytes
+        done.ulysses_bytes = comm.ulysses_bytes - done.ulysses_bytes
         done.peak_memory_bytes = peak_memory_bytes(self.mesh.device_type)
         self._stopped.append(done)
         self.close()
 
     def close(self) -> None:
         """Nothing is noted any more, until the next start."""
-        self._open = self.comm.clock = None
+        if self.comm is not None:
+            self._open = self.comm.clock = None
 
     def take_records(self) -> list[StepRecord]:
         """Of the steps since the last call; waits for the device."""
@@ -250,7 +200,7 @@ class StepMeter:
         return sum(layers * plan.area(self.mesh.ring_rank) for plan, layers in plans) / self.mesh.ulysses_size
 
 
-def _whole_row(batch: Mapping[str, Any]) -> SequenceLayout:
+def _whole_sample(batch: Mapping[str, Any]) -> PackedSample:
     borders = batch["cu_seq_lens_q"].tolist()
     lengths = [end - start for start, end in zip(borders, borders[1:], strict=False)]
-    return SequenceLayout(lengths, ContextParallelConfig())
+    return PackedSample(SequenceLayout(lengths, ContextParallelConfig()))
