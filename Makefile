@@ -1,5 +1,6 @@
 # `make` lists the targets. Everything is installed into .venv, nothing outside this folder is changed.
 #   make PYTHON=/path/to/python3 setup      use another Python
+#   make WORKERS=0 test                     in one process: for a debugger
 
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -24,11 +25,15 @@ RUN    := PATH="$(CURDIR)/$(BIN):$$PATH"
 export OMP_NUM_THREADS := 1
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/.cache/torch_extensions
 
+# Two pytest processes share the files; the 20 slowest tests are printed at the end. WORKERS=0: one process.
+WORKERS := 2
+PYTEST  := $(RUN) $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --durations 20
+
 .DEFAULT_GOAL := help
-.PHONY: help check setup quickstart test lint format clean
+.PHONY: help check setup quickstart test test-fast lint format clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 check: ## is everything here that cannot be installed by pip?
 	@test -n "$(PYTHON)" && "$(PYTHON)" -c '$(SUITABLE)' 2>/dev/null || { \
@@ -56,10 +61,13 @@ quickstart: $(DEMO) ## fine-tune a real model on two CPU processes and prove the
 	@DS_ACCELERATOR=cpu $(RUN) $(BIN)/accelerate launch --config_file $(RECIPE)/accelerate.yaml \
 	-m hf_cp train $(RECIPE)/train.yaml
 
-test: lint ## lint, then the whole test suite
+test: lint ## lint, then the whole test suite (about 10 minutes on two cores)
 	@mkdir -p $(TORCH_EXTENSIONS_DIR)
-	@find $(TORCH_EXTENSIONS_DIR) -name lock -type f -delete
-	$(RUN) $(BIN)/python -m pytest -q
+	$(PYTEST)
+
+test-fast: lint ## lint, then the first case of every test that is not slow (about 3 minutes): while you change something
+	@mkdir -p $(TORCH_EXTENSIONS_DIR)
+	$(PYTEST) --fast
 
 lint: $(ALL) ## ruff: rules and formatting
 	$(BIN)/ruff check .

@@ -1,7 +1,12 @@
-"""Shared fixtures: process pools of 1 to 4 ranks, and the same seeds and default dtype for every test."""
+"""Shared fixtures: process pools of 1 to 4 ranks, and the same seeds and default dtype for every test.
+
+And the two speeds: everything, or with `--fast` one case of every kind. Two pytest processes share the work (`-n 2`):
+a file stays together, since its cases share what was computed before them.
+"""
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 from collections.abc import Iterator
@@ -16,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.distributed.template import process_context
 from tests.distributed.world import InProcessWorld, World
 from tests.examples.launch import build_deepspeed_extension, start_deepspeed_build
 
@@ -30,9 +36,43 @@ def deepspeed_extension() -> None:
     build_deepspeed_extension()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fast", action="store_true", help="the first case of every test; slow ones only if marked fast")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("fast"):
+        chosen = fast_ones(items)
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = [item for item in items if item in chosen]
+    slow = {group_of(item) for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: group_of(item) not in slow)  # long ones first: nobody waits for them at the end
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(group_of(item)))
+
+
+def fast_ones(items: list[pytest.Item]) -> set[pytest.Item]:
+    """The first case of every test that is not slow, and the slow ones that are marked: no other is like them."""
+    first: dict[tuple, pytest.Item] = {}
+    for item in items:
+        left_out = item.get_closest_marker("slow") or item.get_closest_marker("multihost")
+        if item.get_closest_marker("fast") or not left_out:
+            first.setdefault((item.path, getattr(item, "originalname", item.name)), item)
+    return set(first.values())
+
+
+def group_of(item: pytest.Item) -> str:
+    """Its file; the files about ZeRO are one, since they look at one set of runs."""
+    return "zero" if item.path.name in ("test_zero.py", "test_zero_saves.py") else str(item.path)
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     if any("deepspeed_extension" in getattr(item, "fixturenames", ()) for item in session.items):
         start_deepspeed_build()
+    if any(item.get_closest_marker("distributed") for item in session.items):
+        process_context()  # it imports beside the first tests
+    gc.freeze()  # what is imported now stays: collections need not visit it
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import socket
@@ -123,22 +124,27 @@ def extensions_folder() -> Path:
 
 
 @cache
-def start_deepspeed_build() -> Future[Finished] | None:
+def start_deepspeed_build() -> Future[Finished]:
     """Begins to compile what DeepSpeed compiles in its first launch on CPU, unless it is there; beside other tests."""
-    for lock in extensions_folder().glob("*/lock"):  # a killed run leaves them for ever
-        lock.unlink(missing_ok=True)
-    if list(extensions_folder().glob("deepspeed_shm_comm/*.so")):
-        return None
-    builder = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
-    return ThreadPoolExecutor(1).submit(run, ["-c", builder], timeout=500)
+    return ThreadPoolExecutor(1).submit(build_once)
 
 
-@cache
+def build_once() -> Finished:
+    """By one of the pytest processes; the others wait for it."""
+    with (extensions_folder() / "building").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        for lock in extensions_folder().glob("*/lock"):  # a killed run leaves them for ever
+            lock.unlink(missing_ok=True)
+        if list(extensions_folder().glob("deepspeed_shm_comm/*.so")):
+            return Finished(0, "")
+        builder = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
+        return run(["-c", builder], timeout=500)
+
+
 def build_deepspeed_extension() -> None:
     """Waits until DeepSpeed's extension is there: one to two minutes, once."""
-    building = start_deepspeed_build()
-    if building is not None:
-        assert building.result().status == 0, building.result().output[-4000:]
+    finished = start_deepspeed_build().result()
+    assert finished.status == 0, finished.output[-4000:]
 
 
 def free_port() -> int:

@@ -24,6 +24,7 @@ def numbers(finished: Finished, pattern: str) -> list[float]:
     return found
 
 
+@pytest.mark.fast  # the only one with DeepSpeed
 def test_accelerate_loop():
     pattern = r"step \d+: loss (\d+\.\d+) over"
     one, finished = together(
