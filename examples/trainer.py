@@ -31,7 +31,7 @@ class Options:
     """What this script asks."""
 
     ring_degree: int = field(default=2, metadata={"help": "Processes that share a row of tokens."})
-    max_tokens: int = field(default=256, metadata={"help": "Tokens of a packed row."})
+    max_tokens: int = field(default=256, metadata={"help": "Tokens of a packed sample."})
     max_steps: int = field(default=6, metadata={"help": "Optimizer steps."})
     output_dir: str = field(default="outputs/trainer", metadata={"help": "Where the model is saved."})
 
@@ -61,7 +61,7 @@ def main() -> None:
     args = TrainingArguments(
         output_dir=options.output_dir,
         use_cpu=not torch.cuda.is_available(),
-        per_device_train_batch_size=1,  # a micro-step is one packed row
+        per_device_train_batch_size=1,  # a micro-step is one packed sample
         gradient_accumulation_steps=2,
         max_steps=options.max_steps,
         learning_rate=1e-2,

@@ -43,7 +43,7 @@ class ContextParallelConfig:
     )
     ulysses_degree: int = field(
         default=1,
-        metadata={"help": "Processes that trade tokens for heads inside a ring shard; must divide the query heads."},
+        metadata={"help": "Processes of an all-to-all inside a ring shard; must divide the query heads."},
     )
     ring_comm: str = field(
         default="auto", metadata={"help": "How K/V move over the ring axis.", "choices": list(RING_COMMS)}
@@ -160,7 +160,7 @@ class ContextParallelConfig:
 
         Among the legal Ulysses degrees (they divide `cp_size`, the query heads and, if given, `ranks_per_node`; and
         one of Ulysses degree and K/V heads divides the other) the one with which a rank sends least for one long
-        document over a relay ring; among equals the largest. The ring takes the rest. The choice and its alternatives
+        document over a p2p ring; among equals the largest. The ring takes the rest. The choice and its alternatives
         are logged.
 
         Raises:

@@ -39,7 +39,7 @@ class RingStep(NamedTuple):
 class RingSchedule(NamedTuple):
     own_calls: list[TileGroup]
     own_slots: torch.Tensor  # int64: slots that travel
-    steps: list[RingStep]  # step s has the shard of rank r - s; the first is the own one, without calls
+    steps: list[RingStep]  # step s has the shard of rank r - s; the first is its own, without calls
 
 
 class Ring:

@@ -1,4 +1,4 @@
-"""Ulysses (arXiv:2309.14509): an all-to-all trades tokens for heads, so a rank gets a whole ring shard of few heads.
+"""Ulysses (arXiv:2309.14509): an all-to-all swaps tokens for heads, so a rank gets a whole ring shard of few heads.
 
 q, k and v travel in one all-to-all. With u = ulysses_degree and L = lcm(G, u), each K/V head is first repeated L / G
 times in order; every rank then gets H / u query heads and the L / u K/V heads that these use. The backward pass of the

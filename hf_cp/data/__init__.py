@@ -1,4 +1,4 @@
-"""From data sets to this rank's batches: documents, packed rows, collator, loader."""
+"""From data sets to this rank's batches: documents, packed samples, collator, loader."""
 
 from hf_cp.data.collator import DataCollatorForContextParallel, PackedRow
 from hf_cp.data.documents import Document, prepare_documents, to_documents

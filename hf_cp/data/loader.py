@@ -1,4 +1,4 @@
-"""Rows for training: packed once, dealt to data-parallel ranks, the same for every rank of a context-parallel group.
+"""Rows for training: packed once, given out to data-parallel ranks, the same for every rank of a context-parallel group.
 
 In micro-step s of an epoch, the group with `dp_rank` d works on row `order[s * dp_size + d]`, where (seed, epoch) give
 the `order` (hf_cp/data/order.py). All ranks compute it alone; before a batch is handed out they compare
@@ -154,7 +154,7 @@ class ContextParallelDataLoader(DataLoader):
         RuntimeError: ranks have different rows, or a rank has an error; on all ranks, naming them.
     """
 
-    _is_accelerate_prepared = True  # rows are dealt to dp and cp ranks already; accelerate must not deal them again
+    _is_accelerate_prepared = True  # rows are split over dp and cp ranks already; accelerate must not split them again
     use_stateful_dataloader = True  # accelerate's save_state and load_state keep the position
 
     def __init__(
@@ -221,7 +221,7 @@ class ContextParallelDataLoader(DataLoader):
         """
         if not 0 <= num_steps <= len(self):
             raise ValueError(
-                f"Cannot skip {num_steps} micro-steps: an epoch has {len(self)} ({self.order.num_dealt} rows over "
+                f"Cannot skip {num_steps} micro-steps: an epoch has {len(self)} ({self.order.num_given} rows over "
                 f"dp_size={self._comm.mesh.dp_size}). Count micro-steps within the epoch, per dp rank."
             )
         self._start_step = self._next_step = num_steps
@@ -268,7 +268,7 @@ class ContextParallelDataLoader(DataLoader):
 
     @property
     def order(self) -> RowOrder:
-        """In which order rows are dealt."""
+        """In which order rows are given out."""
         return self.batch_sampler.order
 
     @property

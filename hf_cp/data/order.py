@@ -11,7 +11,7 @@ rows of cost 1 to 4, dp_size 2 and windows of 4:
 | 0 | cost 4 | cost 3 |
 | 1 | cost 1 | cost 2 |
 
-Every second micro-step is dealt backwards, so that no rank gets the costlier row each time.
+Every second micro-step is given out backwards, so that no rank gets the costlier row each time.
 """
 
 from __future__ import annotations
@@ -99,22 +99,22 @@ class RowOrder:
         return len(self.costs)
 
     @property
-    def num_dealt(self) -> int:
+    def num_given(self) -> int:
         """Rows that an epoch visits."""
         return self.num_rows // self.dp_size * self.dp_size if self.drop_last else self.num_rows
 
     @property
     def num_micro_steps(self) -> int:
         """Micro-steps of an epoch, the same for every dp rank."""
-        return -(-self.num_dealt // self.dp_size)
+        return -(-self.num_given // self.dp_size)
 
     def rows(self, epoch: int) -> list[int]:
-        """Rows in the order in which they are dealt: micro-step s, dp rank d gets entry s * dp_size + d."""
+        """Rows in the order in which they are given out: micro-step s, dp rank d gets entry s * dp_size + d."""
         if not self.shuffle:
-            order = list(range(self.num_dealt))
-            return order + [MASKED_ROW] * (self.num_micro_steps * self.dp_size - self.num_dealt)
+            order = list(range(self.num_given))
+            return order + [MASKED_ROW] * (self.num_micro_steps * self.dp_size - self.num_given)
         rng = np.random.default_rng([self.seed, epoch])
-        order = rng.permutation(self.num_rows)[: self.num_dealt]
+        order = rng.permutation(self.num_rows)[: self.num_given]
         if self.group_by_cost:
             order = self._grouped(order, rng)
         windows = (order[start : start + self.rows_per_step] for start in range(0, len(order), self.rows_per_step))

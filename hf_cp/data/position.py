@@ -48,7 +48,7 @@ class LoaderPosition:
             next_step=step,
             dp_size=order.dp_size,
             rows_per_step=order.rows_per_step,
-            rows_per_epoch=order.num_dealt,
+            rows_per_epoch=order.num_given,
             shuffle=order.shuffle,
             seed=order.seed,
             group_by_cost=order.group_by_cost,

@@ -1,1 +1,1 @@
-"""Processes and wires: the only place that calls torch.distributed."""
+"""Processes and what they send each other: the only place that calls torch.distributed."""

@@ -88,7 +88,7 @@ def start_all_gather(tensor: torch.Tensor, comm: Communicator) -> Transfer:
 
 
 def start_return(blocks: torch.Tensor, comm: Communicator) -> Transfer:
-    """Starts to send block j of `blocks` [ring_size, ...] to ring rank j; the own block stays.
+    """Starts to send block j of `blocks` [ring_size, ...] to ring rank j; this rank's block stays.
 
     What arrives is [ring_size - 1, ...]: a block from each other ring rank, in their order.
     """
@@ -152,7 +152,7 @@ class BlockTransfer:
             self.work = dist.all_to_all_single(received, self.sent, group=self.comm.mesh.ulysses_group, async_op=True)
             if torch.is_anomaly_enabled():
                 self.work.wait()  # it reads what backward functions return at once
-        self.comm.ulysses_bytes += self.sent.nbytes * (size - 1) // size  # the own block stays
+        self.comm.ulysses_bytes += self.sent.nbytes * (size - 1) // size  # this rank's block stays
         return received
 
     def finish(self) -> None:

@@ -130,7 +130,7 @@ def document_losses(
             batch = {name: x.to(device) if torch.is_tensor(x) else x for name, x in batch.items()}
             # A rank with a dummy sample joins in, because ZeRO-3 gathers parameters in step, but it adds nothing.
             losses = local_token_losses(model, batch).double().cpu()
-            number = step * mesh.dp_size + mesh.dp_rank  # unshuffled samples are dealt to dp ranks in turn
+            number = step * mesh.dp_size + mesh.dp_rank  # unshuffled samples go to dp ranks in turn
             if number < len(manifest.rows):
                 is_target = batch["shift_labels"][0].cpu() != IGNORE_INDEX
                 documents = _documents_of_slots(batch, manifest, number, mesh.cp_rank)[is_target]

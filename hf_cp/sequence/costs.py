@@ -44,7 +44,7 @@ def ulysses_bytes(shape: AttentionShape, *, local_length: int, ulysses_degree: i
 def ring_tokens(plan: AttentionPlan, ring_rank: int, ring_comm: str) -> tuple[int, int]:
     """(rows of K/V in one pass, rows of dK/dV in the backward pass) that `ring_rank` sends.
 
-    A relay passes on every shard but the next rank's, and every sum but its own; an all-gather sends the (padded) own
+    A ring passes on every shard but the next rank's, and every sum but its own; an all-gather sends the (padded) own
     rows to all others; an exchange sends what others see, and the gradients of what it saw itself.
     """
     size = plan.layout.ring_degree

@@ -1,4 +1,4 @@
-"""Which token of a packed row sits where: the one place that knows.
+"""Which token of a packed sample sits where: the one place that knows.
 
 A packed sample is a list of documents, concatenated. `SequenceLayout` is a frozen value, a pure function of (document
 lengths, config): it uses integers only, needs no processes, and is the same on every rank. Ids, labels, positions,
@@ -162,7 +162,7 @@ class SequenceLayout:
         return torch.from_numpy(np.searchsorted(self.doc_starts, indices, side="right") - 1)
 
     def position_ids(self, cp_rank: int) -> torch.Tensor:
-        """int64 [local_length]: position inside the own document, 0 for padding."""
+        """int64 [local_length]: position inside its document, 0 for padding."""
         indices, docs = self.indices(cp_rank), self.document_ids(cp_rank)
         return torch.where(docs < 0, 0, indices - torch.from_numpy(self.doc_starts)[docs])
 

@@ -2,7 +2,7 @@
 
 A document that sits on one rank causes no traffic, so as few as possible are cut (zigzag over all ranks), the longest
 ones first. The others go, longest first, to the rank that stays emptiest, where full is judged by the worse of its
-share of the tokens and its share of the attention area; ties go to the lowest rank. Then the fullest rank trades a
+share of the tokens and its share of the attention area; ties go to the lowest rank. Then the fullest rank swaps a
 document with the emptiest one as long as that makes the fuller of the two less full; where that is not enough, a
 document of the fullest rank is cut, the one that evens out most. The number of longest documents that are cut is the
 smallest one tried for which area and tokens get even enough; if there is none, the one with the least full fullest
@@ -21,8 +21,8 @@ NOTHING = -1  # no document
 _ENOUGH = 0.991  # mean over largest area of a rank
 _PADDING = 0.0048  # largest over mean number of tokens of a rank, minus 1
 _MOST_CUTS = 64  # beside the longest documents; keeps the search short with many ranks
-_MOST_TRADED = 512  # documents of a rank that are looked at for a trade: all pairs of two ranks' are compared
-_MOST_TRADES = 512
+_MOST_LOOKED_AT = 512  # documents of a rank that are looked at for a swap: all pairs of two ranks' are compared
+_MOST_SWAPS = 512
 
 
 class Loads(NamedTuple):
@@ -58,7 +58,7 @@ def place_documents(doc_lengths: np.ndarray, ring_degree: int) -> np.ndarray:
         cut_tokens, cut_areas = zigzag_loads(doc_lengths[by_length[:num_cut]], ring_degree)
         ranks = Loads(cut_tokens * ring_degree / doc_lengths.sum(), cut_areas * ring_degree / doc_areas.sum())
         owners = _place(documents, ranks, by_length[num_cut:])
-        _trade(documents, ranks, owners)
+        _swap(documents, ranks, owners)
         _cut_more(doc_lengths, documents, ranks, owners)
         if ranks.is_even:
             return owners
@@ -88,9 +88,9 @@ def _place(documents: Loads, ranks: Loads, whole: np.ndarray) -> np.ndarray:
     return owners
 
 
-def _trade(documents: Loads, ranks: Loads, owners: np.ndarray) -> None:
+def _swap(documents: Loads, ranks: Loads, owners: np.ndarray) -> None:
     """Evens out `ranks`, in place: the fullest rank gives a document to the emptiest, for another one or for none."""
-    for _ in range(min(len(owners), _MOST_TRADES)):
+    for _ in range(min(len(owners), _MOST_SWAPS)):
         full, empty = int(ranks.fullness.argmax()), int(ranks.fullness.argmin())
         given, taken = _some(owners == full, documents), np.append(_some(owners == empty, documents), NOTHING)
         if ranks.is_even or len(given) == 0:
@@ -112,12 +112,12 @@ def _trade(documents: Loads, ranks: Loads, owners: np.ndarray) -> None:
 
 
 def _some(is_wanted: np.ndarray, documents: Loads) -> np.ndarray:
-    """The wanted documents in order; of more than `_MOST_TRADED`, as many of all lengths."""
+    """The wanted documents in order; of more than `_MOST_LOOKED_AT`, as many of all lengths."""
     docs = np.flatnonzero(is_wanted)
-    if len(docs) <= _MOST_TRADED:
+    if len(docs) <= _MOST_LOOKED_AT:
         return docs
     by_length = docs[np.argsort(documents.tokens[docs], kind="stable")]
-    return np.sort(by_length[np.linspace(0, len(docs) - 1, _MOST_TRADED).astype(np.int64)])
+    return np.sort(by_length[np.linspace(0, len(docs) - 1, _MOST_LOOKED_AT).astype(np.int64)])
 
 
 def _cut_more(doc_lengths: np.ndarray, documents: Loads, ranks: Loads, owners: np.ndarray) -> None:

@@ -36,7 +36,7 @@ class GatheredKeys(NamedTuple):
         order (`np.ndarray`, *optional*): int64 [num_keys], for each slot of the buffer its place in what was gathered:
             the shared rows of all shards, each padded to `slots_per_rank`. `None` where the buffer is just that.
         slots_per_rank (`int`): shared rows of the rank that has most of them.
-        own_tiles (`list[Tile]`): on this rank's own keys; key slots count in the own shard.
+        own_tiles (`list[Tile]`): on this rank's own keys; key slots count in this rank's shard.
         tiles (`list[Tile]`): the others; key slots count in the buffer.
     """
 
@@ -167,7 +167,7 @@ class AttentionPlan:
 
 
 def _own_tiles(segments: Segments, causal: bool) -> TileTable:
-    """One tile per document of the own shard: its slots are in rising order, so one band covers all its runs."""
+    """One tile per document of this rank's shard: its slots are in rising order, so one band covers all its runs."""
     first = np.unique(segments.doc, return_index=True)[1]
     lengths = np.add.reduceat(segments.length, first) if len(first) else segments.length
     slots = np.cumsum(lengths) - lengths
