@@ -1,4 +1,4 @@
-"""Rows for training: packed once, given out to data-parallel ranks, the same for every rank of a context-parallel group.
+"""Rows for training: packed once, given to data-parallel ranks, the same on all ranks of a context-parallel group.
 
 In micro-step s of an epoch, the group with `dp_rank` d works on row `order[s * dp_size + d]`, where (seed, epoch) give
 the `order` (hf_cp/data/order.py). All ranks compute it alone; before a batch is handed out they compare
