@@ -62,7 +62,7 @@ class PackedDataset(Dataset):
         if batch_size < 1 or (collator.max_tokens is not None and batch_size != 1):
             raise ValueError(
                 f"batch_size={batch_size} with max_tokens={collator.max_tokens}: a packed sample holds as many "
-                "documents as fit.\n  Use batch_size=1 (per_device_train_batch_size); max_tokens is the size of a sample."
+                "documents as fit.\n  Use batch_size=1 (per_device_train_batch_size); max_tokens is a sample's size."
             )
         self.num_features = len(features)
         prepared = collator.prepare(features[index] for index in range(len(features)))

@@ -62,7 +62,7 @@ def wait_for_all(started: list[BaseProcess], deadline: float, log: Path) -> int 
     try:
         while pending and status == 0:
             if not wait([process.sentinel for process in pending], max(0.0, deadline - time.monotonic())):
-                ask_where_they_are(pending)
+                ask_where_they_are(pending, started, log)
                 return None
             for process in [process for process in pending if not process.is_alive()]:
                 pending.remove(process)
@@ -75,10 +75,13 @@ def wait_for_all(started: list[BaseProcess], deadline: float, log: Path) -> int 
             end_group(process)
 
 
-def ask_where_they_are(pending: list[BaseProcess]) -> None:
+def ask_where_they_are(pending: list[BaseProcess], started: list[BaseProcess], log: Path) -> None:
+    """Each one writes its stack, under its rank."""
     for process in pending:
+        with log.open("a") as file:
+            file.write(f"\nrank {started.index(process)} of {len(started)} hangs here (most recent call first):\n")
         os.kill(process.pid, signal.SIGUSR1)
-    time.sleep(1.0)
+        time.sleep(0.5)
 
 
 def end_group(process: BaseProcess) -> None:
