@@ -93,6 +93,7 @@ def random_cases(draw, world_size: int) -> Case:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @given(data=st.data())
 @settings(max_examples=3, suppress_health_check=list(HealthCheck))

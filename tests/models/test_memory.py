@@ -50,6 +50,7 @@ def training_step(num_tokens: int, ring: int, ulysses: int) -> StepBytes:
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 def test_a_training_step_of_4096_tokens_needs_half_on_two_ranks(world1, world2):
     (one,) = world1.run(training_step, 4096, 1, 1)
     for degrees in ((2, 1), (1, 2)):

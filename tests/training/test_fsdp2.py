@@ -93,6 +93,7 @@ def saved_weights(folder: Path, lora: bool) -> dict[str, torch.Tensor]:
     ],
     ids=["full", "full, sharded", "lora", "lora, sharded"],
 )
+@pytest.mark.slow
 def test_a_checkpoint_goes_on(request, tmp_path, lora, form, layouts):
     """Of the first layout in the others, on more or fewer processes; the model that is saved at the end is whole."""
 

@@ -11,7 +11,7 @@ import numpy as np
 from hf_cp.output import Table
 from hf_cp.tools.bench.cases import Case
 
-NOISE = 0.15  # (p90 - p10) / median from which on a time is called noisy
+NOISE = 0.15  # (p90 - p10) / median: from here on a time is called noisy
 # root mean square of the difference over that of the values, of output and gradients; about 30 roundings
 ERROR_LIMITS = {"float64": 1e-13, "float32": 4e-6, "bfloat16": 3e-2, "float16": 4e-3}
 DERIVED = ("is_noisy", "is_exact", "overlap", "gigabytes_per_second", "tokens_per_second")
