@@ -1,1 +1,1 @@
-"""What a run will need, computed before it runs: memory, bytes on the wire and time, from integers and a few rates."""
+"""What a run will need, computed before it runs: memory, bytes sent and time, from integers and a few rates."""

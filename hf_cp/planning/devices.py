@@ -31,7 +31,7 @@ class Device:
         intra_overlap, inter_overlap (`float`): share of a transfer's time that arithmetic beside it hides, 0 to 1;
             below 1 where sending needs the processor that computes, as with gloo on CPUs.
         intra_trade_gbs, inter_trade_gbs, intra_trade_latency, inter_trade_latency (`float`, *optional*): the same for
-            trades of tokens for heads (Ulysses), the copies around them included; `None`: as other transfers.
+            all-to-alls (Ulysses), the copies around them included; `None`: as other transfers.
         half_efficiency_tokens (`float`): blocks of so many tokens reach half of the kernel's sustained rate.
         is_measured (`bool`): whether numbers come from `hf-cp bench` or another measurement.
         measured (sequence of `str`): which ones; empty with `is_measured`: all.

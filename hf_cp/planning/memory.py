@@ -224,7 +224,7 @@ def run_memory(
         world_size (`int`): W, over which ZeRO shards.
         local_tokens (`int`): n, of one row on this GPU.
         attention_transients (`float`): bytes of an attention call's buffers.
-        ulysses_degree (`int`): processes that trade tokens for heads.
+        ulysses_degree (`int`): processes of an all-to-all.
     """
     weights, gradients, optimizer = state_bytes(model, training, world_size=world_size)
     buffers = zero_buffer_bytes(model, training, world_size=world_size) + attention_transients

@@ -179,7 +179,7 @@ class SampleCost:
         world, b = self.cluster.num_gpus, self.training.itemsize
         share = (world - 1) / world
         gathered = self.model.num_parameters * b * share if self.training.zero_stage == 3 else 0.0
-        # fp32 on the wire; an all-reduce (stages 0 and 1) sends twice what a reduce-scatter does
+        # sent in fp32; an all-reduce (stages 0 and 1) sends twice what a reduce-scatter does
         trained = trainable_parameters(self.model, self.training.lora_r) * 4 * share
         return link.seconds(gathered), link.seconds(trained * (1 if self.training.zero_stage >= 2 else 2))
 
@@ -211,7 +211,7 @@ def _ring(sample: SampleCost, plan: AttentionPlan) -> AttentionCost:
 def _one_way(sent: int, received: int, link: Link) -> float:
     """K/V tokens of a hop, which sends as much as it receives, that takes as long.
 
-    A wire takes as long as its fuller direction (a zigzagged document's first rank receives all that the others hold,
+    A link takes as long as its fuller direction (a zigzagged document's first rank receives all that the others hold,
     and sends half as much); a processor that sends and receives itself takes as long as both together.
     """
     return link.overlap * max(sent, received) + (1 - link.overlap) * (sent + received) / 2
