@@ -53,7 +53,7 @@ def train(options: argparse.Namespace) -> None:
     # documents are packed into rows of at most 256 tokens; every process gets its part of a row, ready to use
     loader = plugin.data_loader(make_documents(), max_tokens=256, seed=0)
     kind = accelerator.distributed_type.value
-    accelerator.print(f"{kind}, {plugin.mesh}: {len(loader.packed)} rows, {plugin.rows_per_step} a step")
+    accelerator.print(f"{kind}, {plugin.mesh}: {len(loader.packed)} rows, {plugin.samples_per_step} a step")
     plugin.seed_dropout(0)  # with dropout, the processes of a row must not drop the same units
     step = 0
     for epoch in range(options.epochs):

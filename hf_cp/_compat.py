@@ -113,6 +113,11 @@ def forget_prepared(model: Any) -> None:
     vars(model).pop("_is_accelerate_prepared", None)
 
 
+def mark_prepared(loader: Any) -> None:
+    """`Accelerator.prepare` takes a loader as it is: it does not split its batches over the processes once more."""
+    loader._is_accelerate_prepared = True
+
+
 # flash-attn ---------------------------------------------------------------------------------------------------------
 
 

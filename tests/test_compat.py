@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
+from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from hf_cp import _compat
@@ -80,3 +81,12 @@ def test_tokens_of_sft():
     trainer = SimpleNamespace(_total_train_tokens=3, _metrics={"train": {"num_tokens": [3]}})
     _compat.note_trained_tokens(trainer, 5)
     assert _compat.trained_tokens(trainer) == 5 and trainer._metrics["train"]["num_tokens"] == [5]
+
+
+def test_prepared_loaders():
+    """accelerate puts a loader of its own around one that is not marked."""
+    accelerator, loader = Accelerator(cpu=True, split_batches=True), DataLoader([1, 2])
+    assert accelerator.prepare(loader) is not loader
+    _compat.mark_prepared(loader)
+    assert accelerator.prepare(loader) is loader
+    accelerator.free_memory()

@@ -1,8 +1,8 @@
 """Features in, this rank's batch out.
 
-All documents of the features form one row. Targets are shifted inside each document first; only then does the row's
-`SequenceLayout` say which tokens this rank holds. So every target of the row is on exactly one rank, whatever the
-layout, and the local batch needs no knowledge of its neighbours:
+All documents of the features form one sample. Targets are shifted inside each document first; only then does the
+sample's `SequenceLayout` say which tokens this rank holds. So every target of the sample is on exactly one rank,
+whatever the layout, and the local batch needs no knowledge of its neighbours:
 
 >>> collator = DataCollatorForContextParallel(ContextParallelConfig(ring_degree=2), cp_rank=0)
 >>> batch = collator([{"input_ids": [10, 11, 12, 13, 14, 15, 16, 17]}])
@@ -16,7 +16,7 @@ import copy
 import hashlib
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -35,8 +35,8 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
-class PackedRow:
-    """A whole row before it is split: int64 [num_tokens] each, and the layout that splits it.
+class WholeSample:
+    """A packed sample before it is split: int64 [num_tokens] each, and the layout that splits it.
 
     `shift_labels` are the next-token targets, -100 at the last token of every document.
     """
@@ -48,7 +48,7 @@ class PackedRow:
     layout: SequenceLayout
 
     @classmethod
-    def from_documents(cls, documents: Sequence[Document], config: ContextParallelConfig) -> PackedRow:
+    def from_documents(cls, documents: Sequence[Document], config: ContextParallelConfig) -> WholeSample:
         """Concatenates `documents` in order; positions count inside each document unless it brings its own."""
 
         def join(arrays: Iterable[np.ndarray]) -> torch.Tensor:
@@ -64,7 +64,7 @@ class PackedRow:
 
     @cached_property
     def digest(self) -> int:
-        """A signed 64-bit hash of ids, labels, positions and layout: equal on all ranks that hold parts of one row."""
+        """A signed 64-bit hash of ids, labels, positions and layout: equal on all ranks that share the sample."""
         digest = hashlib.blake2b(self.layout.digest.encode(), digest_size=8)
         for tensor in (self.input_ids, self.labels, self.position_ids):
             digest.update(tensor.numpy())
@@ -88,7 +88,7 @@ class PackedRow:
         }
 
     def whole_batch(self) -> dict[str, Any]:
-        """The row as an unpatched Hugging Face model takes it: int64 [1, num_tokens] each, and document borders."""
+        """The sample as an unpatched Hugging Face model takes it: int64 [1, num_tokens] each, and document borders."""
         cu_seqlens, max_seqlen = self.layout.cu_seqlens, self.layout.max_seqlen
         return {
             "input_ids": self.input_ids.unsqueeze(0),
@@ -99,22 +99,22 @@ class PackedRow:
             "cu_seq_lens_k": cu_seqlens,
             "max_length_q": max_seqlen,
             "max_length_k": max_seqlen,
-            "use_cache": False,  # with a cache transformers takes the row for one document
+            "use_cache": False,  # with a cache transformers takes the sample for one document
         }
 
 
 @dataclass
 class DataCollatorForContextParallel:
-    """Makes one row of all features and returns this rank's part of it.
+    """Makes one sample of all features and returns this rank's part of it.
 
     Every rank of a context-parallel group must be given the same features; the packed loader checks it.
 
     Args:
-        config (`ContextParallelConfig` or `ContextParallelMesh`): how rows are split; a mesh also gives `cp_rank`.
+        config (`ContextParallelConfig` or `ContextParallelMesh`): how samples are split; a mesh also gives `cp_rank`.
         cp_rank (`int`, *optional*): this process's rank in its group; by default `RANK` modulo `cp_size`, read when
-            the first batch is made (consecutive ranks share a row).
-        max_tokens (`int`, *optional*): the longest row allowed. The packed loader fills rows up to it; without it, it
-            does not pack.
+            the first batch is made (consecutive ranks share a sample).
+        max_tokens (`int`, *optional*): the longest sample allowed. The packed loader fills samples up to it; without
+            it, it does not pack.
         overflow (`str`, *optional*, defaults to `"error"`): what to do with a document longer than `max_tokens`:
             `"error"`, `"truncate"`, `"split"` (into documents of their own) or `"drop"`.
         tokenizer (*optional*): a Hugging Face tokenizer, for features that hold text or chats.
@@ -125,11 +125,11 @@ class DataCollatorForContextParallel:
     Returns (when called):
         `dict`: `input_ids`, `position_ids`, `labels`, `shift_labels`, int64 [1, local tokens], and `hf_cp_sample`, the
         `PackedSample` that they are a part of. If context parallelism is off (`cp_size` 1 without `force`) the whole
-        row with `cu_seq_lens_q/k` (int32 [num_docs + 1]), `max_length_q/k` (`int`) and `use_cache=False` instead of
+        sample with `cu_seq_lens_q/k` (int32 [num_docs + 1]), `max_length_q/k` (`int`) and `use_cache=False` instead of
         it.
 
     Raises:
-        ValueError: an argument is out of range, a feature cannot be read, or the row is longer than `max_tokens`.
+        ValueError: an argument is out of range, a feature cannot be read, or the sample is longer than `max_tokens`.
     """
 
     config: ContextParallelConfig | ContextParallelMesh
@@ -148,7 +148,7 @@ class DataCollatorForContextParallel:
             raise ValueError(f"overflow={self.overflow!r} does not exist. Choose one of {', '.join(OVERFLOWS)}.")
         if self.max_tokens is not None and (not isinstance(self.max_tokens, int) or self.max_tokens < 1):
             raise ValueError(
-                f"max_tokens={self.max_tokens!r} must be a positive integer, or None for rows of any length."
+                f"max_tokens={self.max_tokens!r} must be a positive integer, or None for samples of any length."
             )
         if self.overflow != "error" and self.max_tokens is None:
             raise ValueError(
@@ -186,25 +186,40 @@ class DataCollatorForContextParallel:
         )
 
     def collate(self, documents: Sequence[Document]) -> tuple[dict[str, Any], int]:
-        """This rank's batch of a row of `documents`, and the digest of the whole row ([`PackedRow.digest`])."""
+        """This rank's batch of a sample of `documents`, and the digest of the whole ([`WholeSample.digest`])."""
         num_tokens = sum(len(document) for document in documents)
         if self.max_tokens is not None and num_tokens > self.max_tokens:
             raise ValueError(
-                f"The row has {num_tokens:,} tokens in {len(documents)} documents, more than max_tokens="
+                f"The sample has {num_tokens:,} tokens in {len(documents)} documents, more than max_tokens="
                 f"{self.max_tokens:,}.\n  Give the collator fewer features at a time (per_device_train_batch_size), "
-                "raise max_tokens, or use the packed loader, which fills rows up to max_tokens."
+                "raise max_tokens, or use the packed loader, which fills samples up to max_tokens."
             )
-        row = PackedRow.from_documents(documents, self.config)
+        whole = WholeSample.from_documents(documents, self.config)
         if self.config.enabled:
-            return row.local_batch(self._own_cp_rank(), pad_token_id=self.pad_token_id), row.digest
+            return whole.local_batch(self._own_cp_rank(), pad_token_id=self.pad_token_id), whole.digest
         _check_borders_show_in_positions(documents)
-        return row.whole_batch(), row.digest
+        return whole.whole_batch(), whole.digest
 
-    def masked_row(self) -> list[Document]:
-        """A row that trains nothing: every label is -100, and every rank gets a token or padding."""
+    def dummy_sample(self) -> list[Document]:
+        """The sample that trains nothing: every label is -100, and every rank gets a token or padding."""
         size = min(self.config.cp_size, self.max_tokens or self.config.cp_size)
         ids = np.full(size, self.pad_token_id, dtype=np.int32)
         return [Document(ids, np.full(size, IGNORE_INDEX, dtype=np.int32))]
+
+    def is_dummy(self, batch: Mapping[str, Any]) -> bool:
+        """Whether a batch of this collator is of the dummy sample: its digest says so, not its targets.
+
+        A document may have no target and still be data. Where nothing is split a batch has no digest, and a sample of
+        a single token, which has no target either, counts as a dummy.
+        """
+        sample = batch.get(SAMPLE_KEY)
+        if sample is None:
+            return batch["input_ids"].numel() <= 1
+        return sample.digest == self._dummy_digest
+
+    @cached_property
+    def _dummy_digest(self) -> int:
+        return WholeSample.from_documents(self.dummy_sample(), self.config).digest
 
     def for_rank(self, mesh: ContextParallelMesh) -> DataCollatorForContextParallel:
         """A copy that makes the batches of this process in `mesh`.
@@ -240,7 +255,7 @@ def _check_borders_show_in_positions(documents: Sequence[Document]) -> None:
     for index, (document, following) in enumerate(zip(documents, documents[1:], strict=False)):
         if following.positions[0] == document.positions[-1] + 1:
             raise ValueError(
-                f"Documents {index} and {index + 1} of the row have running position_ids ({document.positions[-1]} is "
-                f"followed by {following.positions[0]}), which an unpatched model takes for one document.\n"
+                f"Documents {index} and {index + 1} of the sample have running position_ids ({document.positions[-1]} "
+                f"is followed by {following.positions[0]}), which an unpatched model takes for one document.\n"
                 "  Leave position_ids out, or use ContextParallelConfig(force=True)."
             )

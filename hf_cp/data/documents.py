@@ -18,14 +18,11 @@ from typing import Any
 import numpy as np
 
 from hf_cp.config import IGNORE_INDEX
-from hf_cp.data.text import TEXT_COLUMNS, tokenize_feature
+from hf_cp.data.columns import as_int32, masked_labels, present_columns, token_arrays
+from hf_cp.data.text import tokenize_feature
 from hf_cp.sequence.packing import DocumentCounts
 
 OVERFLOWS = ("error", "truncate", "split", "drop")
-# TRL's names; 1 where a token carries loss.
-LOSS_MASK_COLUMNS = ("completion_mask", "assistant_masks")
-# Columns that change what a token means or where a document ends; ignoring them would train on something else.
-REFUSED_COLUMNS = ("inputs_embeds", "pixel_values", "seq_idx", "cu_seq_lens_q")
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +55,14 @@ class Document:
         The label of the first token is nobody's target: a document of n tokens has at most n - 1 targets.
         """
         return np.append(self.labels[1:], np.int32(IGNORE_INDEX))
+
+    def feed(self, digest: Any) -> None:
+        """Adds ids, and labels and positions of the document's own, to a hash."""
+        digest.update(self.input_ids)
+        if self.labels is not self.input_ids:
+            digest.update(self.labels)
+        if self.position_ids is not None:
+            digest.update(self.position_ids)
 
     def cut(self, start: int, stop: int) -> Document:
         """Tokens `start` to `stop` as a document; positions given by the user stay as they are."""
@@ -191,117 +196,21 @@ def to_documents(
         return [feature]
     if isinstance(feature, str):
         raise ValueError(f"{name} is a bare string of {len(feature)} characters. Pass {{'text': ...}} instead.")
-    columns = _present_columns(feature if isinstance(feature, Mapping) else {"input_ids": feature}, name)
+    columns = present_columns(feature if isinstance(feature, Mapping) else {"input_ids": feature}, name)
     if "input_ids" not in columns:
         ids, labels = tokenize_feature(
             columns, tokenizer=tokenizer, assistant_only_loss=assistant_only_loss, name=name
         )
         columns = {"input_ids": ids} if labels is None else {"input_ids": ids, "labels": labels}
-    arrays = _token_arrays(columns, name)
+    arrays = token_arrays(columns, name)
     if not len(arrays["input_ids"]):
         return []
     borders = _document_borders(arrays, columns.get("seq_lengths"), name)
-    whole = Document(arrays["input_ids"], _masked_labels(arrays, name), arrays.get("position_ids"))
+    whole = Document(arrays["input_ids"], masked_labels(arrays, name), arrays.get("position_ids"))
     documents = [whole.cut(a, b) for a, b in zip(borders[:-1], borders[1:], strict=True) if b > a]
     if "shift_labels" in arrays:
         _check_shift_labels(documents, arrays["shift_labels"], name)
     return [_without_default_positions(document) for document in documents]
-
-
-def _present_columns(feature: Mapping, name: str) -> dict[str, Any]:
-    columns = {key: value for key, value in feature.items() if value is not None}
-    check_columns(columns, name=name)
-    refused = [column for column in REFUSED_COLUMNS if column in columns]
-    if refused:
-        raise ValueError(
-            f"{name} has the column {refused[0]!r}, which context-parallel packing does not support.\n"
-            "  Pass input_ids (with seq_lengths or restarting position_ids where a feature holds several documents), "
-            f"and remove {refused[0]!r}."
-        )
-    if "input_ids" not in columns and not any(column in columns for column in TEXT_COLUMNS):
-        raise ValueError(
-            f"{name} has no tokens: its columns are {sorted(columns)}.\n"
-            "  Pass input_ids, text, messages, or prompt and completion (Trainer: set remove_unused_columns=False if "
-            "they were dropped)."
-        )
-    return columns
-
-
-def check_columns(columns: Mapping[str, Any], *, name: str) -> None:
-    """Refuses data for preference and reward training, whatever else it holds.
-
-    Raises:
-        ValueError: there is a chosen or rejected answer, or a true/false label beside an answer.
-    """
-    found = [column for column in columns if {"chosen", "rejected"} & set(column.split("_"))]
-    if isinstance(columns.get("label"), bool) and {"completion", "completion_ids"} & columns.keys():
-        found.append("label")
-    if found:
-        raise ValueError(
-            f"{name} has the column{'s' * (len(found) > 1)} {', '.join(map(repr, found))}: data for preference or "
-            "reward training, whose loss compares whole sequences; a rank holds only parts of them.\n"
-            "  Train it without context parallelism, or pass the answers to learn from as prompt and completion."
-        )
-
-
-def _token_arrays(columns: Mapping[str, Any], name: str) -> dict[str, np.ndarray]:
-    """The per-token columns as int32 arrays of one length, padding at either end cut off."""
-    known = ("input_ids", "labels", "position_ids", "attention_mask", "shift_labels", *LOSS_MASK_COLUMNS)
-    arrays = {column: _as_int32(columns[column], column, name) for column in known if column in columns}
-    length = len(arrays["input_ids"])
-    for column, array in arrays.items():
-        if len(array) != length:
-            raise ValueError(
-                f"{name}: {column} has {len(array):,} entries, input_ids has {length:,}. Give one entry per token."
-            )
-    if length and arrays["input_ids"].min() < 0:
-        raise ValueError(
-            f"{name}: input_ids holds {arrays['input_ids'].min()}; token ids start at 0. Mask labels, not input_ids."
-        )
-    mask = arrays.pop("attention_mask", None)
-    if mask is None:
-        return arrays
-    kept = _real_tokens(mask, name)
-    return {column: array[kept] for column, array in arrays.items()}
-
-
-def _as_int32(values: Any, column: str, name: str) -> np.ndarray:
-    """int32 [length]: token ids fit, and a corpus takes 4 bytes a token."""
-    try:
-        array = np.asarray(values)
-    except ValueError as error:
-        raise ValueError(f"{name}: {column} is not one flat list of numbers ({error}). Give one per token.") from None
-    if array.ndim != 1:
-        raise ValueError(
-            f"{name}: {column} has shape {array.shape}; a feature is one sequence, with one entry per token.\n"
-            "  Pass flat lists, one feature per sequence (a class number as label is not causal language modelling)."
-        )
-    if array.size == 0:
-        return np.zeros(0, dtype=np.int32)
-    if array.dtype.kind not in "iub":
-        raise ValueError(f"{name}: {column} holds {array.dtype} values; it needs integers. Convert the column.")
-    if array.max() > np.iinfo(np.int32).max or array.min() < np.iinfo(np.int32).min:
-        raise ValueError(f"{name}: {column} reaches {array.max()}, beyond 32 bits. Check the tokenizer's output.")
-    return array.astype(np.int32)
-
-
-def _real_tokens(mask: np.ndarray, name: str) -> slice:
-    """Where the attention mask is 1; zeros may only be at the ends."""
-    ones = np.flatnonzero(mask)
-    if not set(np.unique(mask)) <= {0, 1}:
-        raise ValueError(
-            f"{name}: attention_mask holds {np.unique(mask).tolist()[:8]}; only 0 and 1 are understood.\n"
-            "  Mark several documents in one feature by seq_lengths or by position_ids that restart at 0."
-        )
-    if len(ones) == 0:
-        return slice(0, 0)
-    if ones[-1] - ones[0] + 1 != len(ones):
-        hole = ones[0] + int(np.argmin(mask[ones[0] :]))
-        raise ValueError(
-            f"{name}: attention_mask has a 0 at token {hole}, between tokens with 1. Zeros may only pad the ends.\n"
-            "  Remove masked tokens from input_ids, or take them out of the loss with labels of -100."
-        )
-    return slice(ones[0], ones[-1] + 1)
 
 
 def _document_borders(arrays: Mapping[str, np.ndarray], seq_lengths: Any, name: str) -> np.ndarray:
@@ -309,7 +218,7 @@ def _document_borders(arrays: Mapping[str, np.ndarray], seq_lengths: Any, name: 
     length = len(arrays["input_ids"])
     borders = np.array([0, length])
     if seq_lengths is not None:
-        lengths = _as_int32(seq_lengths, "seq_lengths", name)
+        lengths = as_int32(seq_lengths, "seq_lengths", name)
         if lengths.sum() != length or (lengths < 0).any():
             raise ValueError(
                 f"{name}: seq_lengths {lengths.tolist()[:8]} add up to {lengths.sum():,}, but input_ids has "
@@ -329,17 +238,6 @@ def _document_borders(arrays: Mapping[str, np.ndarray], seq_lengths: Any, name: 
             "  Leave position_ids out to have them counted from 0, or give seq_lengths."
         )
     return borders if seq_lengths is not None else np.concatenate([[0], jumps, [length]])
-
-
-def _masked_labels(arrays: Mapping[str, np.ndarray], name: str) -> np.ndarray:
-    labels = arrays.get("labels", arrays["input_ids"])
-    wrong = labels[(labels < 0) & (labels != IGNORE_INDEX)]
-    if len(wrong):
-        raise ValueError(f"{name}: labels holds {wrong[0]}; a label is a token id, or {IGNORE_INDEX} for no loss.")
-    for column in LOSS_MASK_COLUMNS:
-        if column in arrays:
-            labels = np.where(arrays[column] != 0, labels, np.int32(IGNORE_INDEX))
-    return labels
 
 
 def _check_shift_labels(documents: Sequence[Document], given: np.ndarray, name: str) -> None:

@@ -1,12 +1,12 @@
-"""Rows from a stream: a data set that can only be read forwards, and is too large to be held or packed as a whole.
+"""Samples from a stream: a data set that can only be read forwards, and is too large to be held or packed as a whole.
 
 Every rank reads the same stream. It takes `buffer_documents` documents at a time, packs them (best fit), maybe
-permutes the rows by (seed, buffer number), and deals them in steps as the packed loader does. So which rows an
+permutes the samples by (seed, buffer number), and gives them out as the packed loader does. So which samples an
 optimizer step sees depends on the stream and the seed, and not on the number of ranks. Before a micro-step all ranks
-compare a hash of the rows that *all* of them are about to take: a stream that is split by rank, or read in another
+compare a hash of the samples that *all* of them are about to take: a stream that is split by rank, or read in another
 order somewhere, ends the run at once.
 
-A stream that ends begins again (with `set_epoch`, if it has that); rows are carried over, so no row is left out and
+A stream that ends begins again (with `set_epoch`, if it has that); samples are carried over, so none is left out and
 none is made up. Training ends with `max_steps`. To resume, the stream is read again up to the saved place.
 """
 
@@ -15,18 +15,17 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
+from hf_cp.data.agreement import AgreeingDataLoader, SampleOutcome, plain_error
 from hf_cp.data.collator import DataCollatorForContextParallel
 from hf_cp.data.documents import Document, PreparedDocuments, none_left
-from hf_cp.data.loader import RowOutcome, agreed_batch, plain_error
-from hf_cp.data.order import check_rows_per_step, even_out
-from hf_cp.data.position import LoaderPosition
+from hf_cp.data.order import LoaderPosition, check_samples_per_step, even_out
 from hf_cp.distributed.communicator import Communicator
 from hf_cp.sequence.packing import DocumentCounts, pack_documents
 from hf_cp.sequence.placement import causal_area
@@ -38,17 +37,17 @@ BUFFER_DOCUMENTS = 1000
 
 @dataclass(frozen=True)
 class StreamSettings:
-    """What decides which rows come out of a stream, beside the stream itself.
+    """What decides which samples come out of a stream, beside the stream itself.
 
     Args:
-        max_tokens (`int`): the longest row.
+        max_tokens (`int`): the longest sample.
         overflow (`str`): what happens to longer documents.
         buffer_documents (`int`): features that are read and packed at a time.
-        shuffle (`bool`): permute the rows of a buffer.
+        shuffle (`bool`): permute the samples of a buffer.
         seed (`int`): not negative.
 
     Raises:
-        ValueError: rows are not packed, or the buffer is empty.
+        ValueError: samples are not packed, or the buffer is empty.
     """
 
     max_tokens: int
@@ -60,7 +59,7 @@ class StreamSettings:
     def __post_init__(self):
         if self.max_tokens is None:
             raise ValueError(
-                "A stream needs max_tokens: its documents are packed into rows as they come.\n"
+                "A stream needs max_tokens: its documents are packed into samples as they come.\n"
                 "  Set max_tokens in DataCollatorForContextParallel."
             )
         if self.buffer_documents < 1:
@@ -71,7 +70,7 @@ class StreamSettings:
 
     @property
     def digest(self) -> str:
-        """Equal for two runs exactly if they make the same rows of one stream."""
+        """Equal for two runs exactly if they make the same samples of one stream."""
         return hashlib.blake2b(repr(self).encode(), digest_size=16).hexdigest()
 
 
@@ -82,14 +81,14 @@ def is_stream(dataset: Any) -> bool:
     )
 
 
-class StreamRows(IterableDataset):
+class StreamSamples(IterableDataset):
     """This rank's outcome of every micro-step, for ever.
 
     Args:
         stream (iterable): features; every iteration must give the same ones.
         collator (`DataCollatorForContextParallel`): of this rank.
-        settings (`StreamSettings`): how rows are made.
-        dp_rank, dp_size, rows_per_step: see [`RowOrder`].
+        settings (`StreamSettings`): how samples are made.
+        dp_rank, dp_size, samples_per_step: see [`SampleOrder`].
     """
 
     def __init__(
@@ -100,48 +99,48 @@ class StreamRows(IterableDataset):
         settings: StreamSettings,
         dp_rank: int,
         dp_size: int,
-        rows_per_step: int,
+        samples_per_step: int,
     ):
         self.stream, self.collator, self.settings = stream, collator, settings
-        self.dp_rank, self.dp_size, self.rows_per_step = dp_rank, dp_size, rows_per_step
-        check_rows_per_step(rows_per_step, dp_size)
+        self.dp_rank, self.dp_size, self.samples_per_step = dp_rank, dp_size, samples_per_step
+        check_samples_per_step(samples_per_step, dp_size)
 
-    def __iter__(self) -> Iterator[RowOutcome]:
+    def __iter__(self) -> Iterator[SampleOutcome]:
         return self.outcomes(0)
 
-    def outcomes(self, start: int) -> Iterator[RowOutcome]:
-        """From micro-step `start` on; rows before it are read and packed, but no batch is made of them.
+    def outcomes(self, start: int) -> Generator[SampleOutcome]:
+        """From micro-step `start` on; samples before it are read and packed, but no batch is made of them.
 
         (A Trainer that resumes skips through the loader instead, which makes the batches, too.)
         """
         step = 0
         try:
-            for rows in self._micro_steps():
+            for samples in self._micro_steps():
                 if step >= start:
-                    batch, _ = self.collator.collate(rows[self.dp_rank])
-                    yield RowOutcome(step, batch, _digest(rows))
+                    batch, _ = self.collator.collate(samples[self.dp_rank])
+                    yield SampleOutcome(step, batch, _digest(samples))
                 step += 1
         except Exception as error:
-            yield RowOutcome(step, error=plain_error(error))
+            yield SampleOutcome(step, error=plain_error(error))
 
     def _micro_steps(self) -> Iterator[list[list[Document]]]:
-        """The rows of each micro-step, one per dp rank."""
-        rows = self._rows()
+        """The samples of each micro-step, one per dp rank."""
+        samples = self._samples()
         while True:
-            window = list(itertools.islice(rows, self.rows_per_step))
-            costs = [sum(causal_area(len(document)) for document in row) for row in window]
-            order = even_out(range(len(window)), costs, self.dp_size)
+            step = list(itertools.islice(samples, self.samples_per_step))
+            costs = [sum(causal_area(len(document)) for document in sample) for sample in step]
+            order = even_out(range(len(step)), costs, self.dp_size)
             for start in range(0, len(order), self.dp_size):
-                yield [window[number] for number in order[start : start + self.dp_size]]
+                yield [step[number] for number in order[start : start + self.dp_size]]
 
-    def _rows(self) -> Iterator[list[Document]]:
+    def _samples(self) -> Iterator[list[Document]]:
         for number, documents in enumerate(self._buffers()):
-            rows = pack_documents([len(document) for document in documents], self.settings.max_tokens)
+            samples = pack_documents([len(document) for document in documents], self.settings.max_tokens)
             if self.settings.shuffle:
-                order = np.random.default_rng([self.settings.seed, number]).permutation(len(rows))
-                rows = [rows[index] for index in order]
-            for row in rows:
-                yield [documents[index] for index in row]
+                order = np.random.default_rng([self.settings.seed, number]).permutation(len(samples))
+                samples = [samples[index] for index in order]
+            for sample in samples:
+                yield [documents[index] for index in sample]
 
     def _buffers(self) -> Iterator[Sequence[Document]]:
         """Documents of one buffer after the other; a last short one ends a pass over the stream.
@@ -180,22 +179,18 @@ class StreamRows(IterableDataset):
         return prepared
 
 
-def _digest(rows: Sequence[Sequence[Document]]) -> int:
-    """A signed 64-bit hash of the rows of all dp ranks."""
+def _digest(samples: Sequence[Sequence[Document]]) -> int:
+    """A signed 64-bit hash of the samples of all dp ranks."""
     digest = hashlib.blake2b(digest_size=8)
-    for document in itertools.chain.from_iterable(rows):
+    for document in itertools.chain.from_iterable(samples):
         has_labels, has_positions = document.labels is not document.input_ids, document.position_ids is not None
         digest.update(len(document).to_bytes(8, "big") + bytes([has_labels, has_positions]))
-        digest.update(document.input_ids)
-        if has_labels:
-            digest.update(document.labels)
-        if has_positions:
-            digest.update(document.position_ids)
+        document.feed(digest)
     return int.from_bytes(digest.digest(), "big", signed=True)
 
 
-class StreamDataLoader(DataLoader):
-    """Batches of this process from a stream, for ever; one row per micro-step and dp rank.
+class StreamDataLoader(AgreeingDataLoader):
+    """Batches of this process from a stream, for ever; one sample per micro-step and dp rank.
 
     Taking a batch is collective, as with [`ContextParallelDataLoader`]. The stream is read in this process (a worker
     would read it a second time).
@@ -205,18 +200,15 @@ class StreamDataLoader(DataLoader):
             `IterableDataset` of torch or `datasets`, not split by rank.
         collator (`DataCollatorForContextParallel`): with `max_tokens`.
         comm (`Communicator`): its mesh gives dp and cp ranks; the ranks agree over it.
-        shuffle (`bool`, *optional*, defaults to `False`): permute the rows of each buffer; documents further apart do
-            not meet (let the stream shuffle itself with a seed for that).
+        shuffle (`bool`, *optional*, defaults to `False`): permute the samples of each buffer; documents further apart
+            do not meet (let the stream shuffle itself with a seed for that).
         seed (`int`, *optional*, defaults to 0): not negative, the same on all ranks.
-        rows_per_step (`int`, *optional*): dp_size x accumulation steps (default: dp_size).
+        samples_per_step (`int`, *optional*): dp_size x accumulation steps (default: dp_size).
         buffer_documents (`int`, *optional*, defaults to 1000): features that are read, held and packed at a time.
 
     Raises:
         ValueError: the collator has no `max_tokens`, or an argument is out of range.
     """
-
-    _is_accelerate_prepared = True
-    use_stateful_dataloader = True
 
     def __init__(
         self,
@@ -226,65 +218,34 @@ class StreamDataLoader(DataLoader):
         comm: Communicator,
         shuffle: bool = False,
         seed: int = 0,
-        rows_per_step: int | None = None,
+        samples_per_step: int | None = None,
         buffer_documents: int = BUFFER_DOCUMENTS,
     ):
-        self._comm, mesh = comm, comm.mesh
-        self._start_step = self._next_step = 0
-        settings = StreamSettings(collator.max_tokens, collator.overflow, buffer_documents, shuffle, seed)
-        rows = StreamRows(
+        samples = StreamSamples(
             stream,
-            collator=collator.for_rank(mesh),
-            settings=settings,
-            dp_rank=mesh.dp_rank,
-            dp_size=mesh.dp_size,
-            rows_per_step=mesh.dp_size if rows_per_step is None else rows_per_step,
+            collator=collator.for_rank(comm.mesh),
+            settings=StreamSettings(collator.max_tokens, collator.overflow, buffer_documents, shuffle, seed),
+            dp_rank=comm.mesh.dp_rank,
+            dp_size=comm.mesh.dp_size,
+            samples_per_step=comm.mesh.dp_size if samples_per_step is None else samples_per_step,
         )
-        super().__init__(rows, batch_size=1, collate_fn=self._collate_rows)
+        super().__init__(samples, comm=comm, what="part of the stream", scope="world", batch_size=1)
 
-    def skip(self, num_steps: int) -> StreamDataLoader:
-        """The next iteration leaves out its first `num_steps` micro-steps; returns the loader."""
-        if num_steps < 0:
-            raise ValueError(f"Cannot skip {num_steps} micro-steps. Use 0 or more.")
-        self._start_step = self._next_step = num_steps
-        return self
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        start, self._start_step = self._start_step, 0
-        self._next_step = start
-        return (self._collate_rows([outcome]) for outcome in self.dataset.outcomes(start))
-
-    def _collate_rows(self, outcomes: list[RowOutcome]) -> dict[str, Any]:
-        """Hands out a batch, after all ranks have said that they are about to take the same rows."""
-        (outcome,) = outcomes
-        batch = agreed_batch("part of the stream", outcome, comm=self._comm, scope="world")
-        self._next_step = outcome.step + 1
-        return batch
+    def _outcomes_from(self, start: int) -> Generator[SampleOutcome]:
+        return self.dataset.outcomes(start)
 
     @property
     def position(self) -> LoaderPosition:
         """Where the loader is, with what that depends on; equal on all ranks. (A stream's contents are not known.)"""
-        rows = self.dataset
+        samples = self.dataset
         return LoaderPosition(
             epoch=0,
             next_step=self._next_step,
-            dp_size=rows.dp_size,
-            rows_per_step=rows.rows_per_step,
-            rows_per_epoch=None,
-            shuffle=rows.settings.shuffle,
-            seed=rows.settings.seed,
+            dp_size=samples.dp_size,
+            samples_per_step=samples.samples_per_step,
+            samples_per_epoch=None,
+            shuffle=samples.settings.shuffle,
+            seed=samples.settings.seed,
             group_by_cost=False,
-            data_digest=rows.settings.digest,
+            data_digest=samples.settings.digest,
         )
-
-    def state_dict(self) -> dict[str, Any]:
-        """[`StreamDataLoader.position`] as plain values."""
-        return asdict(self.position)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The next iteration reads the stream up to the saved place and goes on there.
-
-        Raises:
-            ValueError: rows are made or counted in another way than in the saved run.
-        """
-        self.skip(LoaderPosition.load(state).next_step_in(self.position))

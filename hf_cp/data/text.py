@@ -53,7 +53,7 @@ def _encode(tokenizer: Any, text: str, **kwargs: Any) -> list[int]:
     """Token ids, ended by the end-of-text token (a document without one never teaches the model to stop)."""
     if not text:
         return []
-    ids = list(tokenizer(text, verbose=False, **kwargs)["input_ids"])  # verbose: rows may exceed model_max_length
+    ids = list(tokenizer(text, verbose=False, **kwargs)["input_ids"])  # verbose: samples may exceed model_max_length
     end = tokenizer.eos_token_id
     return ids if end is None or ids[-1:] == [end] else [*ids, end]
 

@@ -1,7 +1,7 @@
 """What packing and splitting will do to a data set, before anything runs.
 
 Everything comes from the code that training runs: [`PackedDataset`] reads and packs, [`SequenceLayout`] and
-[`AttentionPlan`] split, `sequence/costs.py` counts bytes, [`RowOrder`] gives samples to data-parallel ranks.
+[`AttentionPlan`] split, `sequence/costs.py` counts bytes, [`SampleOrder`] gives samples to data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from hf_cp.config import RING_COMMS, ContextParallelConfig
-from hf_cp.data.order import RowOrder, attention_areas
-from hf_cp.data.packed import PackedDataset
+from hf_cp.data.dataset import PackedDataset
+from hf_cp.data.order import SampleOrder, attention_areas
 from hf_cp.sequence.costs import AttentionShape, choose_engine, ring_bytes, ring_tokens, ulysses_bytes
 from hf_cp.sequence.layout import SequenceLayout
 from hf_cp.sequence.packing import PackingManifest
@@ -163,7 +163,7 @@ def spread_samples(manifest: PackingManifest, count: int) -> list[tuple[int, ...
     """
     order = np.argsort(attention_areas(manifest), kind="stable")
     chosen = order[np.unique(np.linspace(0, len(order) - 1, min(count, len(order))).round().astype(int))]
-    return [tuple(manifest.lengths[document] for document in manifest.rows[sample]) for sample in chosen.tolist()]
+    return [tuple(manifest.lengths[document] for document in manifest.samples[sample]) for sample in chosen.tolist()]
 
 
 def preview_layout(
@@ -264,13 +264,15 @@ def replica_balance(packed: PackedDataset, *, dp_size: int, num_accumulated: int
         seed (`int`): of the order.
     """
     costs = attention_areas(packed.manifest)
-    common = {"rows_per_step": dp_size * num_accumulated, "shuffle": True, "seed": seed, "drop_last": False}
-    plain, grouped = (RowOrder(costs, dp_size=dp_size, **common, group_by_cost=by_cost) for by_cost in (False, True))
+    common = {"samples_per_step": dp_size * num_accumulated, "shuffle": True, "seed": seed, "drop_last": False}
+    plain, grouped = (
+        SampleOrder(costs, dp_size=dp_size, **common, group_by_cost=by_cost) for by_cost in (False, True)
+    )
     return ReplicaBalance(dp_size, plain.num_micro_steps, _balance(plain), _balance(grouped))
 
 
-def _balance(order: RowOrder) -> float:
+def _balance(order: SampleOrder) -> float:
     """Ranks wait for the costliest sample of each micro-step: sum of means over sum of maxima."""
-    costs = [0 if row < 0 else order.costs[row] for row in order.rows(0)]  # a dummy sample costs next to nothing
+    costs = [0 if row < 0 else order.costs[row] for row in order.samples(0)]  # a dummy sample costs next to nothing
     steps = np.array(costs, dtype=float).reshape(-1, order.dp_size)
     return float(steps.mean(1).sum() / steps.max(1).sum())

@@ -144,7 +144,7 @@ def plan_context_parallel(
     candidates = [
         _candidates(config, manifest, model, training, cluster) for config in _configs(model, num_gpus, cp_size)
     ]
-    return Plan(model, training, cluster, seq_len, len(manifest.rows), len(lengths), _ranked(sum(candidates, [])))
+    return Plan(model, training, cluster, seq_len, len(manifest.samples), len(lengths), _ranked(sum(candidates, [])))
 
 
 def _configs(model: ModelShape, num_gpus: int, cp_size: int | None) -> list[ContextParallelConfig]:
@@ -187,7 +187,7 @@ def _price(costs: Mapping[tuple[int, ...], SampleCost], manifest: PackingManifes
         dp_size,
         memory,
         step,
-        manifest.num_tokens / len(manifest.rows) * dp_size / step.seconds / cluster.num_gpus,
+        manifest.num_tokens / len(manifest.samples) * dp_size / step.seconds / cluster.num_gpus,
         1 - memory.total / _usable_bytes(cluster),
         cluster.is_in_node(config.ulysses_degree),
         _longest_document([costs[document] for document in _probes(config, largest.training)]),
@@ -204,7 +204,7 @@ def _mean_step(priced: Sequence[SampleCost], manifest: PackingManifest) -> Cost:
 
 def _fullest(manifest: PackingManifest) -> tuple[int, ...]:
     """The sample with most tokens; the costliest one, which may need more memory, is priced anyway."""
-    return max((tuple(manifest.lengths[document] for document in row) for row in manifest.rows), key=sum)
+    return max((tuple(manifest.lengths[document] for document in row) for row in manifest.samples), key=sum)
 
 
 def _usable_bytes(cluster: Cluster) -> float:

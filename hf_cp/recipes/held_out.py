@@ -131,7 +131,7 @@ def document_losses(
             # A rank with a dummy sample joins in, because ZeRO-3 gathers parameters in step, but it adds nothing.
             losses = local_token_losses(model, batch).double().cpu()
             number = step * mesh.dp_size + mesh.dp_rank  # unshuffled samples go to dp ranks in turn
-            if number < len(manifest.rows):
+            if number < len(manifest.samples):
                 is_target = batch["shift_labels"][0].cpu() != IGNORE_INDEX
                 documents = _documents_of_slots(batch, manifest, number, mesh.cp_rank)[is_target]
                 sums.index_add_(0, documents, losses[is_target])
@@ -152,7 +152,7 @@ def _check_loader(loader: ContextParallelDataLoader) -> None:
         )
     if order.drop_last:
         raise ValueError(
-            f"The loader may drop some of its {len(loader.manifest.rows)} samples (drop_last=True), and with them "
+            f"The loader may drop some of its {len(loader.manifest.samples)} samples (drop_last=True), and with them "
             "documents.\n  Use drop_last=False."
         )
     if position:
@@ -168,7 +168,7 @@ def _documents_of_slots(batch: dict, manifest: PackingManifest, number: int, cp_
     The manifest says which documents the sample packs, the layout which of them a slot belongs to: with documents
     (7, 3) and a rank whose slots hold tokens of the second, then of the first one, that is 3, 3, ..., 7, 7, ...
     """
-    documents, sample = torch.tensor(manifest.rows[number]), batch.get("hf_cp_sample")
+    documents, sample = torch.tensor(manifest.samples[number]), batch.get("hf_cp_sample")
     if sample is None:  # a whole sample on every process
         lengths = [manifest.lengths[document] for document in documents]
         return documents[SequenceLayout(lengths, ContextParallelConfig()).document_ids(cp_rank)]

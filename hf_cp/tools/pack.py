@@ -17,8 +17,8 @@ from pathlib import Path
 
 from hf_cp.config import LAYOUTS, ContextParallelConfig, check_heads, head_counts, head_size
 from hf_cp.data.collator import DataCollatorForContextParallel
+from hf_cp.data.dataset import PackedDataset
 from hf_cp.data.files import documents_of_lengths, load_features, read_lengths
-from hf_cp.data.packed import PackedDataset
 from hf_cp.output import OK, Table, Verdict, print_json, print_usage_error, progress
 from hf_cp.planning.model_names import load_config
 from hf_cp.planning.model_shape import layer_windows
@@ -103,7 +103,7 @@ def make_preview(args: argparse.Namespace) -> tuple[PackPreview, ContextParallel
     manifest, replicas, layouts = packed.manifest, None, []
     samples = spread_samples(manifest, args.samples)
     for name in args.layouts:
-        progress(f"Splitting {len(samples)} of {len(manifest.rows)} samples: {name}")
+        progress(f"Splitting {len(samples)} of {len(manifest.samples)} samples: {name}")
         layouts.append(preview_layout(samples, config, attention, layout=name))
     if args.dp > 1:
         replicas = replica_balance(packed, dp_size=args.dp, num_accumulated=args.accumulation, seed=args.seed)
@@ -111,7 +111,7 @@ def make_preview(args: argparse.Namespace) -> tuple[PackPreview, ContextParallel
         num_features=packed.num_features,
         num_documents=len(manifest.lengths),
         num_tokens=manifest.num_tokens,
-        num_samples=len(manifest.rows),
+        num_samples=len(manifest.samples),
         longest=max(manifest.lengths),
         max_tokens=args.max_tokens,
         fill=manifest.fill,

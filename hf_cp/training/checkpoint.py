@@ -27,7 +27,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from hf_cp.config import ContextParallelConfig
-from hf_cp.data.position import LoaderPosition
+from hf_cp.data.order import LoaderPosition, with_todays_names
 from hf_cp.distributed.communicator import Communicator
 from hf_cp.distributed.host import agree
 from hf_cp.distributed.mesh import ContextParallelMesh
@@ -51,7 +51,7 @@ class CheckpointRecord:
         world_size, dp_size (`int`): processes; groups of them that have samples of their own.
         backend (`str`): accelerate's distributed type.
         zero_stage (`int`, *optional*): with DeepSpeed.
-        rows_per_step (`int`): samples of an optimizer step, over all dp ranks.
+        samples_per_step (`int`): samples of an optimizer step, over all dp ranks.
         position (`LoaderPosition`, *optional*): of the training samples.
         versions (`dict`): of the packages that matter.
     """
@@ -61,7 +61,7 @@ class CheckpointRecord:
     dp_size: int
     backend: str
     zero_stage: int | None
-    rows_per_step: int
+    samples_per_step: int
     position: LoaderPosition | None
     versions: dict[str, str | None]
 
@@ -72,7 +72,7 @@ class CheckpointRecord:
         mesh: ContextParallelMesh,
         config: ContextParallelConfig,
         *,
-        rows_per_step: int,
+        samples_per_step: int,
         position: LoaderPosition | None = None,
     ) -> CheckpointRecord:
         """Of the run in this process."""
@@ -83,7 +83,7 @@ class CheckpointRecord:
             dp_size=mesh.dp_size,
             backend=accelerator.distributed_type.value,
             zero_stage=accelerator.state.deepspeed_plugin.zero_stage if uses_deepspeed else None,
-            rows_per_step=rows_per_step,
+            samples_per_step=samples_per_step,
             position=position,
             versions=versions(),
         )
@@ -99,7 +99,7 @@ class CheckpointRecord:
         ring, ulysses = self.config["ring_degree"], self.config["ulysses_degree"]
         return (
             f"{self.world_size} processes: cp_size={ring * ulysses} (ring_degree={ring}, ulysses_degree={ulysses}), "
-            f"dp_size={self.dp_size}; {self.rows_per_step} samples per step; optimizer state: {self.sharding}"
+            f"dp_size={self.dp_size}; {self.samples_per_step} samples per step; optimizer state: {self.sharding}"
         )
 
     def save(self, folder: str | os.PathLike) -> None:
@@ -120,7 +120,7 @@ class CheckpointRecord:
         path = Path(folder) / FILE_NAME
         if not path.exists():
             return None
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = with_todays_names(json.loads(path.read_text(encoding="utf-8")))
         names = {field.name for field in dataclasses.fields(cls)}
         if data.get("format") != FORMAT or names != data.keys() - {"format"}:
             raise ValueError(
@@ -254,17 +254,17 @@ def check_steps(saved: CheckpointRecord, current: CheckpointRecord) -> None:
         ValueError: a step has another number of samples, so that the saved number of steps stands for other ones; or
             the documents or their order differ.
     """
-    if saved.rows_per_step != current.rows_per_step:
-        steps = saved.rows_per_step / current.dp_size
+    if saved.samples_per_step != current.samples_per_step:
+        steps = saved.samples_per_step / current.dp_size
         hint = f"gradient_accumulation_steps={steps:.0f}" if steps == int(steps) else "another number of processes"
         raise ValueError(
-            f"An optimizer step had {saved.rows_per_step} samples, here it has {current.rows_per_step}: the Trainer "
-            "counts steps, and would go on at another sample and learning rate.\n"
+            f"An optimizer step had {saved.samples_per_step} samples, here it has {current.samples_per_step}: the "
+            "Trainer counts steps, and would go on at another sample and learning rate.\n"
             f"  saved: {saved}\n  here:  {current}\n"
             f"  Resume with {hint}, or set ignore_data_skip=True to begin the epoch anew."
         )
     if saved.position is not None and current.position is not None:
-        saved.position.check_same_rows(current.position)
+        saved.position.check_same_samples(current.position)
 
 
 def harmless_differences(saved: CheckpointRecord, current: CheckpointRecord) -> list[str]:

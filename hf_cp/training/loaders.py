@@ -59,7 +59,7 @@ class SampleLoaders:
             "comm": self._comm,
             "shuffle": args.train_sampling_strategy != "sequential",
             "seed": self._seed,
-            "rows_per_step": args.gradient_accumulation_steps * self._trainer.cp_mesh.dp_size,
+            "samples_per_step": args.gradient_accumulation_steps * self._trainer.cp_mesh.dp_size,
         }
         if is_stream(dataset):
             return StreamDataLoader(dataset, buffer_documents=self._trainer.stream_buffer_documents, **settings)
@@ -109,15 +109,15 @@ class SampleLoaders:
 
     def count_tokens(self, batch: Mapping[str, Any]) -> int:
         """Tokens of documents in this rank's batch, counted by the first rank of a shared sample; a dummy has none."""
+        if self._collator.is_dummy(batch):
+            return 0
         sample = batch.get(SAMPLE_KEY)
-        if sample is None:  # a whole sample; one of a single token has no target: it is a dummy
-            return batch["input_ids"].numel() if batch["input_ids"].numel() > 1 else 0
-        collator = self._collator.for_rank(self._trainer.cp_mesh)
-        is_dummy = sample.digest == collator.collate(collator.masked_row())[1]
-        return 0 if is_dummy or self._trainer.cp_mesh.cp_rank else sample.layout.num_tokens
+        if sample is None:  # a whole sample on every process
+            return batch["input_ids"].numel()
+        return 0 if self._trainer.cp_mesh.cp_rank else sample.layout.num_tokens
 
 
 def num_examples(loader: ContextParallelDataLoader) -> int:
     """Samples of an epoch over all dp ranks (features, if documents are not packed), without dummy samples."""
     manifest = loader.manifest
-    return len(set(manifest.sources)) if manifest.max_tokens is None else len(manifest.rows)
+    return len(set(manifest.sources)) if manifest.max_tokens is None else len(manifest.samples)

@@ -161,7 +161,7 @@ class ContextParallelPlugin:
             seed=seed,
             drop_last=drop_last,
             num_workers=num_workers,
-            rows_per_step=self.rows_per_step,
+            samples_per_step=self.samples_per_step,
             group_by_cost=group_by_cost,
         )
         return self._ready().prepare_data_loader(loader)  # registers it and returns it as it is
@@ -187,7 +187,7 @@ class ContextParallelPlugin:
             comm=self._comm,
             shuffle=shuffle,
             seed=seed,
-            rows_per_step=self.rows_per_step,
+            samples_per_step=self.samples_per_step,
             buffer_documents=buffer_documents,
         )
         return self._ready().prepare_data_loader(loader)
@@ -209,7 +209,7 @@ class ContextParallelPlugin:
         return self._comm.mesh
 
     @property
-    def rows_per_step(self) -> int:
+    def samples_per_step(self) -> int:
         """Samples that one optimizer step sees: 1 sample x accumulation steps x dp; ranks of one sample count once."""
         return self._ready().gradient_accumulation_steps * self.mesh.dp_size
 
@@ -274,7 +274,7 @@ class ContextParallelPlugin:
     # Checkpoints: what `save_state` adds to them, and what `load_state` checks
 
     def _record(self) -> CheckpointRecord:
-        return CheckpointRecord.of(self._ready(), self.mesh, self.config, rows_per_step=self.rows_per_step)
+        return CheckpointRecord.of(self._ready(), self.mesh, self.config, samples_per_step=self.samples_per_step)
 
     def _save_record(self, models: list, weights: list, output_dir: str) -> None:
         if not self._ready().sync_gradients:

@@ -149,9 +149,9 @@ class Predictions:
 
     def _layout(self, sample: int) -> SequenceLayout | None:
         """Of a sample of the manifest; `None` for a sample without targets, where samples ran out."""
-        if sample >= len(self._manifest.rows):
+        if sample >= len(self._manifest.samples):
             return None
-        return SequenceLayout([self._manifest.lengths[d] for d in self._manifest.rows[sample]], self._config)
+        return SequenceLayout([self._manifest.lengths[d] for d in self._manifest.samples[sample]], self._config)
 
     def _gather(self, leaves: list[torch.Tensor], layouts: list[SequenceLayout | None]) -> list[torch.Tensor]:
         """uint8 [slots, bytes of a token] of every rank, out of this rank's leaves [slots, ...]."""
@@ -170,7 +170,7 @@ class Predictions:
 
     def _place(self, sample: int, tokens: torch.Tensor) -> None:
         """Puts a whole sample, uint8 [num_tokens, bytes of a token], where its documents belong."""
-        documents = self._manifest.rows[sample]
+        documents = self._manifest.samples[sample]
         lengths = [self._manifest.lengths[document] for document in documents]
         offset = 0
         for result in self._results:

@@ -45,7 +45,7 @@ class Checkpoints:
             trainer.accelerator,
             trainer.cp_mesh,
             trainer.cp_config,
-            rows_per_step=trainer.get_total_train_batch_size(trainer.args),
+            samples_per_step=trainer.get_total_train_batch_size(trainer.args),
             position=None if self._loader is None else self._loader.position,
         )
 

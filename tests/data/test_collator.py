@@ -1,4 +1,4 @@
-"""A row and its parts: targets shifted before sharding, never across documents, each on exactly one rank."""
+"""A sample and its parts: targets shifted before sharding, never across documents, each on exactly one rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_cp.config import ContextParallelConfig
-from hf_cp.data.collator import DataCollatorForContextParallel, PackedRow
+from hf_cp.data.collator import DataCollatorForContextParallel, WholeSample
 from hf_cp.data.documents import to_documents
 from hf_cp.distributed.mesh import ContextParallelMesh
 
@@ -35,7 +35,7 @@ def documents_of(lengths: list[int], first: int = 10) -> list[list[int]]:
 
 
 def test_shift_before_sharding_zigzag() -> None:
-    """Local slots 1 and 2 are not neighbours in the row: a shift after sharding would pair them."""
+    """Local slots 1 and 2 are not neighbours in the sample: a shift after sharding would pair them."""
     rank0, rank1 = collate_all([list(range(10, 18))], ContextParallelConfig(ring_degree=2, layout="zigzag"))
     assert lists(rank0, *TENSORS) == [
         [[10, 11, 16, 17]],
@@ -136,7 +136,7 @@ def test_running_positions_without_context_parallelism_are_refused() -> None:
 def test_batch_without_context_parallelism_is_plain_hugging_face() -> None:
     (batch,) = collate_all(documents_of([3, 5]), ContextParallelConfig())
     assert set(batch) == {*TENSORS, "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "use_cache"}
-    assert batch["use_cache"] is False  # else transformers would take the row for one document
+    assert batch["use_cache"] is False  # else transformers would take the sample for one document
     assert batch["cu_seq_lens_q"].tolist() == batch["cu_seq_lens_k"].tolist() == [0, 3, 8]
     assert batch["cu_seq_lens_q"].dtype == torch.int32
     assert (batch["max_length_q"], batch["max_length_k"]) == (5, 5)
@@ -158,7 +158,7 @@ def test_batch_with_context_parallelism() -> None:
     data=st.data(),
 )
 @settings(deadline=None)
-def test_shards_put_together_are_the_row(lengths: list[int], degrees: tuple, layout: str, data) -> None:
+def test_shards_put_together_are_the_sample(lengths: list[int], degrees: tuple, layout: str, data) -> None:
     """Every real target is on exactly one rank, next to the token that must predict it."""
     config = ContextParallelConfig(ring_degree=degrees[0], ulysses_degree=degrees[1], layout=layout, force=True)
     features = []
@@ -168,16 +168,16 @@ def test_shards_put_together_are_the_row(lengths: list[int], degrees: tuple, lay
         features.append({"input_ids": ids, "labels": labels})
     ranks = collate_all(features, config)
     unshard = ranks[0]["hf_cp_sample"].layout.unshard
-    row = {name: unshard([batch[name][0] for batch in ranks]).tolist() for name in TENSORS}
-    assert row["input_ids"] == list(range(10, 10 + sum(lengths)))
-    assert row["labels"] == sum((feature["labels"] for feature in features), [])
-    assert row["position_ids"] == [position for length in lengths for position in range(length)]
-    assert row["shift_labels"] == sum((feature["labels"][1:] + [-100] for feature in features), [])
+    sample = {name: unshard([batch[name][0] for batch in ranks]).tolist() for name in TENSORS}
+    assert sample["input_ids"] == list(range(10, 10 + sum(lengths)))
+    assert sample["labels"] == sum((feature["labels"] for feature in features), [])
+    assert sample["position_ids"] == [position for length in lengths for position in range(length)]
+    assert sample["shift_labels"] == sum((feature["labels"][1:] + [-100] for feature in features), [])
     local_targets = torch.cat([batch["shift_labels"][0] for batch in ranks])
-    assert sorted(t for t in row["shift_labels"] if t >= 0) == sorted(local_targets[local_targets >= 0].tolist())
+    assert sorted(t for t in sample["shift_labels"] if t >= 0) == sorted(local_targets[local_targets >= 0].tolist())
 
 
-def test_digest_is_of_the_whole_row() -> None:
+def test_digest_is_of_the_whole_sample() -> None:
     """Equal on all ranks of a group; changes with any id, label, position or border."""
     config = ContextParallelConfig(ring_degree=2)
 
@@ -237,7 +237,7 @@ def test_bad_arguments_are_refused(kwargs: dict, message: str) -> None:
         DataCollatorForContextParallel(ContextParallelConfig(ring_degree=2), **kwargs)
 
 
-def test_row_that_is_too_long_is_refused() -> None:
+def test_sample_that_is_too_long_is_refused() -> None:
     collator = DataCollatorForContextParallel(ContextParallelConfig(), max_tokens=7)
     with pytest.raises(ValueError, match="8 tokens in 2 documents, more than max_tokens=7"):
         collator(documents_of([3, 5]))
@@ -253,12 +253,12 @@ def test_changed_documents_are_reported_once(caplog) -> None:
     ]
 
 
-def test_packed_row_sums_targets_like_single_rows() -> None:
+def test_packed_sample_sums_targets_like_single_samples() -> None:
     """Packing changes no target."""
     features = documents_of([3, 5, 2, 6])
-    row = PackedRow.from_documents(sum(map(to_documents, features), []), ContextParallelConfig())
+    sample = WholeSample.from_documents(sum(map(to_documents, features), []), ContextParallelConfig())
     single = [DataCollatorForContextParallel(ContextParallelConfig())([f])["shift_labels"][0] for f in features]
-    assert row.shift_labels.tolist() == torch.cat(single).tolist()
+    assert sample.shift_labels.tolist() == torch.cat(single).tolist()
 
 
 def test_import_needs_no_tokenizer_library() -> None:

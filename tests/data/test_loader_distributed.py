@@ -1,4 +1,4 @@
-"""The packed loader over processes: who gets which row, and that one rank's trouble ends the run on all."""
+"""The packed loader over processes: who gets which sample, and that one rank's trouble ends the run on all."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 
 from hf_cp.config import ContextParallelConfig
-from hf_cp.data.collator import DataCollatorForContextParallel, PackedRow
+from hf_cp.data.collator import DataCollatorForContextParallel, WholeSample
 from hf_cp.data.loader import ContextParallelDataLoader
 from hf_cp.distributed.communicator import Communicator
 from hf_cp.distributed.host import agree
 from hf_cp.distributed.mesh import ContextParallelMesh
 
 CP2 = ContextParallelConfig(ring_degree=2)
-# Packed into rows of at most 8: 8 full rows, some with several documents.
+# Packed into samples of at most 8: 8 full samples, some with several documents.
 FEATURES = [[10 + i] * length for i, length in enumerate([5, 8, 3, 6, 2, 7, 4, 4, 8, 5, 3, 7, 1, 1])]
 
 pytestmark = pytest.mark.distributed
@@ -30,45 +30,45 @@ def make_loader(features=FEATURES, *, max_tokens: int | None = 8, **kwargs) -> C
     )
 
 
-def whole_row(batch: dict, mesh: ContextParallelMesh) -> tuple[int, ...]:
-    """The ids of the row, put together from the shards of this context-parallel group."""
+def whole_sample(batch: dict, mesh: ContextParallelMesh) -> tuple[int, ...]:
+    """The ids of the sample, put together from the shards of this context-parallel group."""
     shards = [torch.empty_like(batch["input_ids"]) for _ in range(mesh.cp_size)]
     dist.all_gather(shards, batch["input_ids"], group=mesh.cp_group)
     return tuple(batch["hf_cp_sample"].layout.unshard(shards, dim=1)[0].tolist())
 
 
-def hash_rows(monkeyed: list[int], loader: ContextParallelDataLoader) -> None:
-    """Notes the digest of every row that `loader` makes in this process, before it is sharded."""
+def hash_samples(monkeyed: list[int], loader: ContextParallelDataLoader) -> None:
+    """Notes the digest of every sample that `loader` makes in this process, before it is sharded."""
     collate = loader.dataset.collator.collate
 
     def noting(documents: list) -> tuple[dict, int]:
-        monkeyed.append(PackedRow.from_documents(documents, CP2).digest)
+        monkeyed.append(WholeSample.from_documents(documents, CP2).digest)
         return collate(documents)
 
     loader.dataset.collator.collate = noting
 
 
 def deal_two_epochs(num_workers: int) -> list[list[tuple[int, tuple[int, ...]]]]:
-    """Per epoch and micro-step: the digest before sharding (0 workers only), and the row put together again."""
+    """Per epoch and micro-step: the digest before sharding (0 workers only), and the sample put together again."""
     multiprocessing.set_start_method("fork", force=True)  # quick; pickling is tested in test_loader.py
     loader = make_loader(shuffle=True, seed=7, num_workers=num_workers)
-    mesh, hashes, epochs = loader._mesh, [], []
+    mesh, hashes, epochs = loader.comm.mesh, [], []
     if num_workers == 0:
-        hash_rows(hashes, loader)
+        hash_samples(hashes, loader)
     for epoch in range(2):
         hashes.clear()
         loader.set_epoch(epoch)
-        rows = [whole_row(batch, mesh) for batch in loader]
-        assert len(rows) == len(loader)
-        epochs.append(list(zip(hashes or [hash(row) for row in rows], rows, strict=True)))
+        samples = [whole_sample(batch, mesh) for batch in loader]
+        assert len(samples) == len(loader)
+        epochs.append(list(zip(hashes or [hash(sample) for sample in samples], samples, strict=True)))
     return epochs
 
 
-def test_same_row_inside_a_group_and_every_row_once_an_epoch(world4) -> None:
-    """On dp 2 x cp 2, 8 rows, shuffled, 2 epochs, without and with workers."""
+def test_same_sample_inside_a_group_and_every_sample_once_an_epoch(world4) -> None:
+    """On dp 2 x cp 2, 8 samples, shuffled, 2 epochs, without and with workers."""
     by_workers = [world4.run(deal_two_epochs, num_workers) for num_workers in (0, 2)]
-    rows = make_loader_rows()
-    assert len(rows) == 8
+    samples = samples_of_one_process()
+    assert len(samples) == 8
     for ranks in by_workers:
         assert ranks[0] == ranks[1]
         assert ranks[2] == ranks[3]
@@ -76,13 +76,13 @@ def test_same_row_inside_a_group_and_every_row_once_an_epoch(world4) -> None:
             dp0, dp1 = ranks[0][epoch], ranks[2][epoch]
             assert len(dp0) == len(dp1) == 4
             assert all(ours != theirs for (ours, _), (theirs, _) in zip(dp0, dp1, strict=True))
-            assert sorted(row for _, row in dp0 + dp1) == sorted(rows)
+            assert sorted(sample for _, sample in dp0 + dp1) == sorted(samples)
         assert ranks[0][0] != ranks[0][1]
-    without, with_workers = ([[row for _, row in e] for e in by_workers[i][0]] for i in range(2))
+    without, with_workers = ([[sample for _, sample in e] for e in by_workers[i][0]] for i in range(2))
     assert without == with_workers
 
 
-def make_loader_rows() -> list[tuple[int, ...]]:
+def samples_of_one_process() -> list[tuple[int, ...]]:
     collator = DataCollatorForContextParallel(ContextParallelConfig(), max_tokens=8)
     loader = ContextParallelDataLoader(
         FEATURES, collator=collator, comm=Communicator(ContextParallelMesh(collator.config))
@@ -90,24 +90,24 @@ def make_loader_rows() -> list[tuple[int, ...]]:
     return [tuple(batch["input_ids"][0].tolist()) for batch in loader]
 
 
-def deal_odd_rows(drop_last: bool) -> tuple[list[tuple[int, ...]], int, int]:
+def take_odd_samples(drop_last: bool) -> tuple[list[tuple[int, ...]], int, int]:
     loader = make_loader([[i] * 6 for i in range(10, 15)], drop_last=drop_last)
-    rows, targets = [], 0
+    samples, targets = [], 0
     for batch in loader:
-        rows.append(whole_row(batch, loader._mesh))
+        samples.append(whole_sample(batch, loader.comm.mesh))
         targets += int((batch["shift_labels"] != -100).sum())
-    return rows, targets, len(loader)
+    return samples, targets, len(loader)
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_rows_that_do_not_divide(world4, drop_last: bool) -> None:
-    """5 rows over dp 2; the short side gets a row without targets, no row comes twice."""
-    ranks = world4.run(deal_odd_rows, drop_last)
+def test_samples_that_do_not_divide(world4, drop_last: bool) -> None:
+    """5 samples over dp 2; the short side gets a sample without targets, no sample comes twice."""
+    ranks = world4.run(take_odd_samples, drop_last)
     steps = 2 if drop_last else 3
     assert [length for _, _, length in ranks] == [steps] * 4
-    assert all(len(rows) == steps for rows, _, _ in ranks)
+    assert all(len(samples) == steps for samples, _, _ in ranks)
     assert sum(targets for _, targets, _ in ranks) == 5 * (4 if drop_last else 5)
-    first_ids = [row[0] for rank in (0, 2) for row in ranks[rank][0]]
+    first_ids = [sample[0] for rank in (0, 2) for sample in ranks[rank][0]]
     assert sorted(first_ids) == ([10, 11, 12, 13] if drop_last else [0, 10, 11, 12, 13, 14])
 
 
@@ -157,7 +157,7 @@ def lose_a_worker(start_method: str) -> None:
 def differ_in_content(bad_rank: int) -> None:
     loader = make_loader()
     if int(os.environ["RANK"]) == bad_rank:
-        loader.packed.documents[bad_rank // 2].input_ids[4] += 1  # document 0 is in row 0, document 1 in row 1
+        loader.packed.documents[bad_rank // 2].input_ids[4] += 1  # document 0 is in sample 0, document 1 in sample 1
     for _ in loader:
         pass
 
@@ -212,7 +212,7 @@ def test_error_in_one_ranks_collator_is_raised_on_all(world4, num_workers: int) 
         world4,
         fail_in_collator,
         num_workers,
-        says=("could not make their row for micro-step 0", "rank 3: ValueError: The row has 8 tokens"),
+        says=("could not make their sample for micro-step 0", "rank 3: ValueError: The sample has 8 tokens"),
     )
 
 
@@ -220,13 +220,15 @@ def test_error_in_one_ranks_collator_is_raised_on_all(world4, num_workers: int) 
     ("start_method", "message"), [("fork", "RuntimeError: DataLoader worker"), ("spawn", "Can't pickle local object")]
 )
 def test_lost_worker_process_is_raised_on_all(world4, start_method: str, message: str) -> None:
-    assert_raises_everywhere(world4, lose_a_worker, start_method, says=("row for micro-step 0", "rank 1: ", message))
+    assert_raises_everywhere(
+        world4, lose_a_worker, start_method, says=("sample for micro-step 0", "rank 1: ", message)
+    )
 
 
 @pytest.mark.parametrize(("bad_rank", "peers"), [(1, (0, 1)), (2, (2, 3))])
 def test_different_documents_on_cp_peers_are_raised_on_all(world4, bad_rank: int, peers: tuple[int, int]) -> None:
     """A token changes after the data sets were compared."""
-    group = f"Context-parallel group {bad_rank // 2} (dp_rank) disagrees on its row for micro-step 0"
+    group = f"Context-parallel group {bad_rank // 2} (dp_rank) disagrees on its sample for micro-step 0"
     says = (group, f"rank {peers[0]} has digest", f"rank {peers[1]} has")
     assert_raises_everywhere(world4, differ_in_content, bad_rank, says=says)
 
@@ -281,15 +283,15 @@ def exchange_different_ends() -> None:
     agree("sample", comm=Communicator(mesh), step=3, is_exhausted=mesh.rank == 2)
 
 
-def test_rank_that_runs_out_of_rows_is_raised_on_all(world4) -> None:
+def test_rank_that_runs_out_of_samples_is_raised_on_all(world4) -> None:
     assert_raises_everywhere(
-        world4, exchange_different_ends, says=("rank 0 is at micro-step 3, rank 2 at micro-step 3 (no rows left)",)
+        world4, exchange_different_ends, says=("rank 0 is at micro-step 3, rank 2 at micro-step 3 (no samples left)",)
     )
 
 
 def write_manifest(path: str) -> bool:
     loader = make_loader()
-    if loader._mesh.rank != 0:
+    if loader.comm.mesh.rank != 0:
         loader.manifest.__class__.save = None  # a second writer would fail
     loader.save_manifest(path)
     return True

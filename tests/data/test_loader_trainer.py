@@ -11,11 +11,11 @@ from hf_cp.data.loader import ContextParallelDataLoader
 from hf_cp.distributed.communicator import Communicator
 from hf_cp.distributed.mesh import ContextParallelMesh
 
-FEATURES = [[i] * 6 for i in range(1, 9)]  # 8 rows of one document
+FEATURES = [[i] * 6 for i in range(1, 9)]  # 8 samples of one document
 
 
 class RowsTrainer(Trainer):
-    """A stock Trainer on packed rows; notes the document of every row that it trains on."""
+    """A stock Trainer on packed samples; notes the document of every sample that it trains on."""
 
     def get_train_dataloader(self) -> ContextParallelDataLoader:
         self.trained: list[int] = []
@@ -56,8 +56,8 @@ def train(folder, *, resume: str | None = None, save_steps: int = 1000) -> list[
 
 
 @pytest.mark.parametrize("step", [3, 4, 6])  # inside the first epoch, between epochs, inside the second
-def test_resumed_training_sees_the_remaining_rows(tmp_path, step: int) -> None:
-    """Each row once an epoch, in the order of the run that was not interrupted."""
+def test_resumed_training_sees_the_remaining_samples(tmp_path, step: int) -> None:
+    """Each sample once an epoch, in the order of the run that was not interrupted."""
     whole = train(tmp_path / "whole", save_steps=step)
     assert sorted(whole[:8]) == sorted(whole[8:]) == list(range(1, 9))
     assert whole[:8] != whole[8:]

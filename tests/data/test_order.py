@@ -1,4 +1,4 @@
-"""The order of rows, and places in it that another layout finds again."""
+"""The order of samples, and places in it that another layout finds again."""
 
 from __future__ import annotations
 
@@ -8,143 +8,155 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from hf_cp.data.order import MASKED_ROW, attention_areas
-from hf_cp.data.position import LoaderPosition
+from hf_cp.data.order import DUMMY, LoaderPosition, attention_areas
 from hf_cp.sequence.packing import PackingManifest
 from tests.data.orders import make_order, position
 
 COSTS = np.random.default_rng(0).lognormal(sigma=1.5, size=203).round(3).tolist()
-# (dp_size, rows of a step): the same 8 rows a step on 1, 2, 4 and 8 dp ranks
+# (dp_size, samples of a step): the same 8 samples a step on 1, 2, 4 and 8 dp ranks
 LAYOUTS = [(1, 8), (2, 8), (4, 8), (8, 8)]
 
 
-def windows(order, epoch: int = 0) -> list[list[int]]:
-    rows, size = order.rows(epoch), order.rows_per_step
-    return [[row for row in rows[i : i + size] if row != MASKED_ROW] for i in range(0, len(rows), size)]
+def steps_of(order, epoch: int = 0) -> list[list[int]]:
+    samples, size = order.samples(epoch), order.samples_per_step
+    return [[sample for sample in samples[i : i + size] if sample != DUMMY] for i in range(0, len(samples), size)]
 
 
 def imbalance(order) -> float:
-    """Time of an epoch over that of perfectly even dp ranks, if every micro-step waits for its costliest row."""
-    rows = [0 if row == MASKED_ROW else order.costs[row] for row in order.rows(0)]
-    steps = [rows[i : i + order.dp_size] for i in range(0, len(rows), order.dp_size)]
-    return sum(max(step) for step in steps) * order.dp_size / sum(rows)
+    """Time of an epoch over that of perfectly even dp ranks, if every micro-step waits for its costliest sample."""
+    samples = [0 if sample == DUMMY else order.costs[sample] for sample in order.samples(0)]
+    steps = [samples[i : i + order.dp_size] for i in range(0, len(samples), order.dp_size)]
+    return sum(max(step) for step in steps) * order.dp_size / sum(samples)
 
 
 @pytest.mark.parametrize("group_by_cost", [False, True])
 @pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize(("dp_size", "rows_per_step"), [*LAYOUTS, (3, 6), (4, 4), (7, 7)])
-@pytest.mark.parametrize("num_rows", [1, 7, 64, 203])
-def test_every_row_once_an_epoch(num_rows, dp_size, rows_per_step, shuffle, group_by_cost):
+@pytest.mark.parametrize(("dp_size", "samples_per_step"), [*LAYOUTS, (3, 6), (4, 4), (7, 7)])
+@pytest.mark.parametrize("num_samples", [1, 7, 64, 203])
+def test_every_sample_once_an_epoch(num_samples, dp_size, samples_per_step, shuffle, group_by_cost):
     if group_by_cost and not shuffle:
         with pytest.raises(ValueError, match="group_by_cost=True needs shuffle=True"):
             make_order(COSTS, shuffle=False, group_by_cost=True)
         return
-    settings = {"dp_size": dp_size, "rows_per_step": rows_per_step, "shuffle": shuffle, "group_by_cost": group_by_cost}
-    order = make_order(COSTS[:num_rows], **settings)
+    settings = {
+        "dp_size": dp_size,
+        "samples_per_step": samples_per_step,
+        "shuffle": shuffle,
+        "group_by_cost": group_by_cost,
+    }
+    order = make_order(COSTS[:num_samples], **settings)
     for epoch in range(3):
-        rows = order.rows(epoch)
-        assert len(rows) == order.num_micro_steps * dp_size
-        assert sorted(row for row in rows if row != MASKED_ROW) == list(range(num_rows))
-        assert rows.count(MASKED_ROW) < dp_size and rows == order.rows(epoch)
-        assert all(row != MASKED_ROW for row in rows[:-dp_size])  # only the last micro-step is short
-    if num_rows == 203 and shuffle:
-        assert order.rows(0) != order.rows(1)
-        assert order.rows(0) != make_order(COSTS, **settings | {"seed": 1}).rows(0)
+        samples = order.samples(epoch)
+        assert len(samples) == order.num_micro_steps * dp_size
+        assert sorted(sample for sample in samples if sample != DUMMY) == list(range(num_samples))
+        assert samples.count(DUMMY) < dp_size and samples == order.samples(epoch)
+        assert all(sample != DUMMY for sample in samples[:-dp_size])  # only the last micro-step is short
+    if num_samples == 203 and shuffle:
+        assert order.samples(0) != order.samples(1)
+        assert order.samples(0) != make_order(COSTS, **settings | {"seed": 1}).samples(0)
 
 
 @pytest.mark.parametrize("group_by_cost", [False, True])
 @pytest.mark.parametrize("epoch", [0, 3])
-def test_steps_have_the_same_rows_in_every_layout(epoch, group_by_cost):
+def test_steps_have_the_same_samples_in_every_layout(epoch, group_by_cost):
     steps = [
-        [sorted(w) for w in windows(make_order(COSTS, dp_size=d, rows_per_step=r, group_by_cost=group_by_cost), epoch)]
+        [
+            sorted(step)
+            for step in steps_of(make_order(COSTS, dp_size=d, samples_per_step=r, group_by_cost=group_by_cost), epoch)
+        ]
         for d, r in LAYOUTS
     ]
     assert all(other == steps[0] for other in steps)
 
 
 def test_even_dp_ranks():
-    """An epoch of random rows takes 2.6 times that of even ones; sorted inside a step 1.3, grouped 1.2."""
-    natural = imbalance(make_order(COSTS, dp_size=4, rows_per_step=4))
-    in_step = imbalance(make_order(COSTS, dp_size=4, rows_per_step=32))
-    grouped = imbalance(make_order(COSTS, dp_size=4, rows_per_step=4, group_by_cost=True))
+    """An epoch of random samples takes 2.6 times that of even ones; sorted inside a step 1.3, grouped 1.2."""
+    natural = imbalance(make_order(COSTS, dp_size=4, samples_per_step=4))
+    in_step = imbalance(make_order(COSTS, dp_size=4, samples_per_step=32))
+    grouped = imbalance(make_order(COSTS, dp_size=4, samples_per_step=4, group_by_cost=True))
     assert natural > 2
     assert in_step < 1.4
     assert grouped < 1.3
 
 
-def test_no_rank_always_gets_the_costlier_row():
-    order = make_order([4, 3, 2, 1], dp_size=2, rows_per_step=4)
-    assert order.rows(0) == [0, 1, 3, 2]
+def test_no_rank_always_gets_the_costlier_sample():
+    order = make_order([4, 3, 2, 1], dp_size=2, samples_per_step=4)
+    assert order.samples(0) == [0, 1, 3, 2]
 
 
-def test_grouped_steps_begin_with_the_costliest_row():
-    """If memory is short it shows at once; the other steps are in random order, other rows meet in other epochs."""
-    order = make_order(COSTS, dp_size=2, rows_per_step=4, group_by_cost=True)
-    first, second = windows(order, 0), windows(order, 1)
-    assert COSTS[first[0][0]] == max(COSTS[row] for window in first[:-1] for row in window)
-    means = [np.mean([COSTS[row] for row in window]) for window in first[1:]]
+def test_grouped_steps_begin_with_the_costliest_sample():
+    """If memory is short it shows at once; the other steps are in random order, other samples meet in other epochs."""
+    order = make_order(COSTS, dp_size=2, samples_per_step=4, group_by_cost=True)
+    first, second = steps_of(order, 0), steps_of(order, 1)
+    assert COSTS[first[0][0]] == max(COSTS[sample] for step in first[:-1] for sample in step)
+    means = [np.mean([COSTS[sample] for sample in step]) for step in first[1:]]
     assert means != sorted(means) and means != sorted(means, reverse=True)
-    shared = {frozenset(w) for w in first} & {frozenset(w) for w in second}
+    shared = {frozenset(step) for step in first} & {frozenset(step) for step in second}
     assert len(shared) < len(first) / 2
 
 
-def test_drop_last_does_not_favour_cheap_rows():
-    """What is dropped is random, not the rows that sorting puts last."""
+def test_drop_last_does_not_favour_cheap_samples():
+    """What is dropped is random, not the samples that sorting puts last."""
     dropped = []
     for seed in range(200):
-        order = make_order([1, 2, 3, 4, 5], dp_size=2, rows_per_step=4, drop_last=True, seed=seed)
-        (missing,) = set(range(5)) - set(order.rows(0))
+        order = make_order([1, 2, 3, 4, 5], dp_size=2, samples_per_step=4, drop_last=True, seed=seed)
+        (missing,) = set(range(5)) - set(order.samples(0))
         dropped.append(missing)
-    counts = [dropped.count(row) for row in range(5)]
+    counts = [dropped.count(sample) for sample in range(5)]
     assert min(counts) > 20, counts
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="rows_per_step=6 is not a multiple of dp_size=4"):
-        make_order(COSTS, dp_size=4, rows_per_step=6)
+    with pytest.raises(ValueError, match="samples_per_step=6 is not a multiple of dp_size=4"):
+        make_order(COSTS, dp_size=4, samples_per_step=6)
 
 
 def test_attention_areas():
-    manifest = PackingManifest(lengths=(3, 1, 4), rows=((0, 1), (2,)))
+    manifest = PackingManifest(lengths=(3, 1, 4), samples=((0, 1), (2,)))
     assert attention_areas(manifest) == (6 + 1, 10)
 
 
 @pytest.mark.parametrize(("old", "new"), list(itertools.permutations(LAYOUTS, 2)))
 def test_position_in_another_layout(old, new):
-    """Steps 0, 1 and the end of the epoch: no row twice, none lost."""
-    saved = make_order(COSTS, dp_size=old[0], rows_per_step=old[1])
-    resumed = make_order(COSTS, dp_size=new[0], rows_per_step=new[1])
-    for step in (0, saved.rows_per_step // saved.dp_size, saved.num_micro_steps):
+    """Steps 0, 1 and the end of the epoch: no sample twice, none lost."""
+    saved = make_order(COSTS, dp_size=old[0], samples_per_step=old[1])
+    resumed = make_order(COSTS, dp_size=new[0], samples_per_step=new[1])
+    for step in (0, saved.samples_per_step // saved.dp_size, saved.num_micro_steps):
         place = LoaderPosition.load(asdict(position(saved, step=step)))
         next_step = place.next_step_in(position(resumed))
-        done, left = saved.rows(0)[: step * saved.dp_size], resumed.rows(0)[next_step * resumed.dp_size :]
-        assert sorted(row for row in done + left if row != MASKED_ROW) == list(range(len(COSTS)))
+        done, left = saved.samples(0)[: step * saved.dp_size], resumed.samples(0)[next_step * resumed.dp_size :]
+        assert sorted(sample for sample in done + left if sample != DUMMY) == list(range(len(COSTS)))
 
 
 def test_position_with_other_steps():
-    """16 rows a step instead of 8 from row 16 on; not from row 8, where such a step has no end."""
-    saved, resumed = make_order(COSTS, dp_size=2, rows_per_step=8), make_order(COSTS, dp_size=4, rows_per_step=16)
+    """16 samples a step instead of 8 from sample 16 on; not from sample 8, where such a step has no end."""
+    saved, resumed = (
+        make_order(COSTS, dp_size=2, samples_per_step=8),
+        make_order(COSTS, dp_size=4, samples_per_step=16),
+    )
     assert position(saved, step=8).next_step_in(position(resumed)) == 4
-    done, left = saved.rows(0)[:16], resumed.rows(0)[16:]
-    assert sorted(row for row in done + left if row != MASKED_ROW) == list(range(len(COSTS)))
-    with pytest.raises(ValueError, match=r"8 rows of epoch 2 are done with dp_size=2 and 8 .* here dp_size=4, 16"):
+    done, left = saved.samples(0)[:16], resumed.samples(0)[16:]
+    assert sorted(sample for sample in done + left if sample != DUMMY) == list(range(len(COSTS)))
+    with pytest.raises(ValueError, match=r"8 samples of epoch 2 are done with dp_size=2 and 8 .* here dp_size=4, 16"):
         position(saved, epoch=2, step=4).next_step_in(position(resumed))
-    with pytest.raises(ValueError, match="cannot be continued in this layout: 6 rows"):  # inside a step
-        position(saved, step=3).next_step_in(position(make_order(COSTS, dp_size=1, rows_per_step=2)))
-    grouped = [make_order(COSTS, dp_size=2, rows_per_step=r, group_by_cost=True) for r in (8, 16)]
+    with pytest.raises(ValueError, match="cannot be continued in this layout: 6 samples"):  # inside a step
+        position(saved, step=3).next_step_in(position(make_order(COSTS, dp_size=1, samples_per_step=2)))
+    grouped = [make_order(COSTS, dp_size=2, samples_per_step=r, group_by_cost=True) for r in (8, 16)]
     with pytest.raises(ValueError, match="cannot be continued in this layout"):
         position(grouped[0], step=8).next_step_in(position(grouped[1]))
 
 
 def test_position_in_other_data():
-    order = make_order(COSTS, dp_size=2, rows_per_step=2)
+    order = make_order(COSTS, dp_size=2, samples_per_step=2)
     others = {
         "data_digest was ab, here it is cd": position(order, data_digest="cd"),
-        "seed was 0, here it is 1": position(make_order(COSTS, dp_size=2, rows_per_step=2, seed=1)),
-        "shuffle was True, here it is False": position(make_order(COSTS, dp_size=2, rows_per_step=2, shuffle=False)),
-        "group_by_cost was False": position(make_order(COSTS, dp_size=2, rows_per_step=2, group_by_cost=True)),
-        "rows_per_epoch was 203, here it is 202": position(
-            make_order(COSTS, dp_size=2, rows_per_step=2, drop_last=True)
+        "seed was 0, here it is 1": position(make_order(COSTS, dp_size=2, samples_per_step=2, seed=1)),
+        "shuffle was True, here it is False": position(
+            make_order(COSTS, dp_size=2, samples_per_step=2, shuffle=False)
+        ),
+        "group_by_cost was False": position(make_order(COSTS, dp_size=2, samples_per_step=2, group_by_cost=True)),
+        "samples_per_epoch was 203, here it is 202": position(
+            make_order(COSTS, dp_size=2, samples_per_step=2, drop_last=True)
         ),
     }
     for message, other in others.items():
@@ -152,3 +164,20 @@ def test_position_in_other_data():
             position(order).next_step_in(other)
     with pytest.raises(ValueError, match=r"has the fields \['epoch'\]"):
         LoaderPosition.load({"epoch": 1})
+
+
+def test_position_that_an_earlier_version_saved():
+    """What is now a sample was called a row in the saved JSON."""
+    place = position(make_order(COSTS, dp_size=2, samples_per_step=8), epoch=1, step=4)
+    earlier = {
+        "epoch": 1,
+        "next_step": 4,
+        "dp_size": 2,
+        "rows_per_step": 8,
+        "rows_per_epoch": 203,
+        "shuffle": True,
+        "seed": 0,
+        "group_by_cost": False,
+        "data_digest": "ab",
+    }
+    assert LoaderPosition.load(earlier) == LoaderPosition.load(asdict(place)) == place

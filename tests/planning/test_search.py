@@ -301,7 +301,7 @@ def test_a_few_samples_tell_the_mean_of_all():
         for count in (PRICED_SAMPLES, 10**6)
     )
     mean, steps = _mean_step(few, manifest), [sample.step() for sample in every]
-    assert len(few) < len(every) == len(manifest.rows)
+    assert len(few) < len(every) == len(manifest.samples)
     for name in ("compute", "seconds"):
         assert getattr(mean, name) == pytest.approx(np.mean([getattr(step, name) for step in steps]), rel=0.02), name
 

@@ -318,7 +318,7 @@ def test_quickstart_leaves_complete_files(quickstart):
     assert len(adapter) == 28 and all(tensor.numel() and tensor.any() for tensor in adapter.values())
     assert json.loads((out / "adapter_config.json").read_text())["r"] == 4
     manifest = PackingManifest.load(out / "packing_manifest.json")
-    assert len(manifest.lengths) == 16 and max(manifest.row_tokens) <= 256
+    assert len(manifest.lengths) == 16 and max(manifest.sample_tokens) <= 256
     assert (out / "loss_curve.png").read_bytes().startswith(b"\x89PNG")
     assert not list(out.glob("*.tmp")) and not list(out.glob("checkpoint-*"))
 

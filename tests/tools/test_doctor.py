@@ -248,7 +248,7 @@ def test_versions_are_compared_with_the_floors(model, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("wrong", ["lost target", "swapped tokens"])
 def test_batches_that_are_not_the_sample_are_found(model, tmp_path, monkeypatch, wrong):
-    original = collator_module.PackedRow.local_batch
+    original = collator_module.WholeSample.local_batch
 
     def broken(self, cp_rank, **kwargs):
         batch = original(self, cp_rank, **kwargs)
@@ -258,7 +258,7 @@ def test_batches_that_are_not_the_sample_are_found(model, tmp_path, monkeypatch,
             batch["input_ids"] = batch["input_ids"].flip(1)
         return batch
 
-    monkeypatch.setattr(collator_module.PackedRow, "local_batch", broken)
+    monkeypatch.setattr(collator_module.WholeSample, "local_batch", broken)
     found = check("batches", "--recipe", write_recipe(tmp_path / "recipe", model))
     assert found.status == "fail" and ("targets" if wrong == "lost target" else "input_ids") in found.detail
 
@@ -269,7 +269,7 @@ def write_checkpoint(folder: Path, **changes) -> Path:
     (folder / "trainer_state.json").write_text("{}")
     config = dataclasses.asdict(ContextParallelConfig(ring_degree=2))
     fields = {"config": config, "world_size": 2, "dp_size": 1, "backend": "DEEPSPEED", "zero_stage": 2}
-    fields |= {"rows_per_step": 2, "position": None, "versions": environment.versions()}
+    fields |= {"samples_per_step": 2, "position": None, "versions": environment.versions()}
     CheckpointRecord(**fields | changes).save(folder)
     return folder
 
@@ -285,7 +285,7 @@ def test_checkpoints(model, tmp_path):
     other_world = found(write_checkpoint(tmp_path / "a" / "checkpoint-1", world_size=4, dp_size=2))
     assert other_world.status == "fail" and "4 parts, this run has 2" in other_world.detail
     assert "hf-cp universal" in other_world.fix
-    other_rows = found(write_checkpoint(tmp_path / "b" / "checkpoint-1", rows_per_step=8))
+    other_rows = found(write_checkpoint(tmp_path / "b" / "checkpoint-1", samples_per_step=8))
     assert other_rows.status == "fail" and "had 8 samples, here it has 2" in other_rows.detail
     stage = found(write_checkpoint(tmp_path / "c" / "checkpoint-1", zero_stage=3))
     assert stage.status == "fail" and "ZeRO stage 3" in stage.detail

@@ -12,9 +12,9 @@ import pytest
 
 from hf_cp.config import ContextParallelConfig
 from hf_cp.data.collator import DataCollatorForContextParallel
+from hf_cp.data.dataset import PackedDataset
 from hf_cp.data.files import documents_of_lengths
 from hf_cp.data.loader import ContextParallelDataLoader
-from hf_cp.data.packed import PackedDataset
 from hf_cp.distributed.communicator import Communicator
 from hf_cp.distributed.mesh import ContextParallelMesh
 from hf_cp.planning.packing_preview import (
@@ -121,11 +121,11 @@ def test_replicas_wait_for_the_costliest_row():
     found = replica_balance(packed, dp_size=2, num_accumulated=2, seed=7)
     loader = ContextParallelDataLoader(
         documents, collator=collator, comm=Communicator(ContextParallelMesh(ContextParallelConfig())), shuffle=True,
-        seed=7, rows_per_step=4,
+        seed=7, samples_per_step=4,
     )  # fmt: skip
     assert loader.manifest == packed.manifest
     # one process sees the same windows of 4; two ranks take the two costliest first
-    costs = [0 if row < 0 else loader.order.costs[row] for row in loader.order.rows(0)]
+    costs = [0 if row < 0 else loader.order.costs[row] for row in loader.order.samples(0)]
     means = maxima = 0.0
     for start in range(0, len(costs), 4):
         window = sorted(costs[start : start + 4], reverse=True)
@@ -145,7 +145,7 @@ def test_samples_and_bins():
     ]  # fmt: skip
     collator = DataCollatorForContextParallel(ContextParallelConfig(), max_tokens=50)
     manifest = PackedDataset(documents_of_lengths(range(20, 50)), collator=collator).manifest
-    every = sorted(tuple(manifest.lengths[d] for d in row) for row in manifest.rows)
+    every = sorted(tuple(manifest.lengths[d] for d in row) for row in manifest.samples)
     assert sorted(spread_samples(manifest, 1000)) == every
     few = spread_samples(manifest, 3)
     assert len(few) == 3 and few[0] == min(every, key=lambda row: sum(n * (n + 1) for n in row))
@@ -177,7 +177,7 @@ def test_the_command(files):
     collator = DataCollatorForContextParallel(ContextParallelConfig(2, 2), max_tokens=64, overflow="split")
     features = [json.loads(line) for line in (files / "data.jsonl").read_text().splitlines() if line]
     manifest = PackedDataset(features, collator=collator).manifest
-    assert preview["fill"] == manifest.fill and preview["num_samples"] == len(manifest.rows)
+    assert preview["fill"] == manifest.fill and preview["num_samples"] == len(manifest.samples)
     by_name = {layout["layout"]: layout for layout in preview["layouts"]}
     first = preview["layouts"][0]
     assert f"full; document with {' and '.join(first['auto'])}: balance {first['balance']:.3f}, " in out
@@ -187,7 +187,7 @@ def test_the_command(files):
     padding = sum(manifest.padding(ContextParallelConfig(2, 2)))
     assert by_name["document"]["padding"] == pytest.approx(padding / (padding + 345))
     # 32 layers, two passes, (u - 1) / u of 2 (32 + 8) heads of 128 numbers of 2 bytes leave for each slot
-    slots = (padding + 345) / 4 / len(manifest.rows)
+    slots = (padding + 345) / 4 / len(manifest.samples)
     assert by_name["document"]["ulysses_bytes"] == pytest.approx(32 * 2 * slots * 80 * 128 * 2 / 2)
 
     status, out, _ = call("--lengths", files / "lengths.txt", *options, "--json", "-", "--layouts", "zigzag")

@@ -50,7 +50,7 @@ def observe(config: ContextParallelConfig, callback: dict[str, Any], **settings:
     messages = [line for line in printed.getvalue().splitlines() if line.startswith("hf_cp: ")]
     loader = trainer.get_train_dataloader()
     logs = [entry for entry in trainer.state.log_history if "learning_rate" in entry]
-    return Observed(logs, loader.manifest, loader.order.rows(0), messages, trainer.cp_comm.clock is None)
+    return Observed(logs, loader.manifest, loader.order.samples(0), messages, trainer.cp_comm.clock is None)
 
 
 def observe_pairs(folder: str) -> list[Observed]:

@@ -49,7 +49,7 @@ def two_pairs(world4, tmp_path_factory) -> tuple[Path, list[Observed]]:
 
 
 def plans_of(manifest: PackingManifest, rows: list[int], config: ContextParallelConfig) -> list[AttentionPlan]:
-    lengths = [[manifest.lengths[document] for document in manifest.rows[row]] for row in rows]
+    lengths = [[manifest.lengths[document] for document in manifest.samples[row]] for row in rows]
     return [AttentionPlan(SequenceLayout(row, config)) for row in lengths]
 
 

@@ -32,7 +32,7 @@ def make_record(**changes) -> CheckpointRecord:
         "dp_size": 2,
         "backend": "DEEPSPEED",
         "zero_stage": 2,
-        "rows_per_step": 8,
+        "samples_per_step": 8,
         "position": position(make_order([1, 2, 3, 4])),
         "versions": {"torch": "2.0"},
     }
@@ -45,6 +45,16 @@ def test_record_survives_the_file(tmp_path):
         assert CheckpointRecord.load(tmp_path / "new" / "folder") == record
     assert [path.name for path in (tmp_path / "new" / "folder").iterdir()] == [FILE_NAME]
     assert CheckpointRecord.load(tmp_path) is None
+
+
+def test_record_of_an_earlier_version(tmp_path):
+    """Its samples were called rows."""
+    make_record().save(tmp_path)
+    path = tmp_path / FILE_NAME
+    earlier = path.read_text().replace("samples_per_", "rows_per_")
+    assert '"rows_per_step": 8' in earlier and '"rows_per_epoch": 4' in earlier
+    path.write_text(earlier)
+    assert CheckpointRecord.load(tmp_path) == make_record()
 
 
 def test_interrupted_write_leaves_the_old_record(tmp_path, monkeypatch):
@@ -108,11 +118,11 @@ def test_checkpoint_of_the_trainer(world4, tmp_path, lora):
         assert not [name for name in names if ".tmp" in name]
         assert not [path.name for path in folder.glob("*.json") if "hf_cp_usp" in path.read_text()]
         record = CheckpointRecord.load(folder)
-        assert (record.world_size, record.dp_size, record.rows_per_step) == (4, 1, 2)
+        assert (record.world_size, record.dp_size, record.samples_per_step) == (4, 1, 2)
         assert {"hf-cp", "torch", "transformers", "accelerate"} <= record.versions.keys()
         assert all(tensor.numel() > 0 for tensor in load_file(folder / weights).values())
     first, last = (CheckpointRecord.load(tmp_path / f"checkpoint-{step}").position for step in (1, 2))
-    assert (first.epoch, first.rows_done) == (0, 2) and last.rows_done == 3  # 3 rows of 32 tokens
+    assert (first.epoch, first.samples_done) == (0, 2) and last.samples_done == 3  # 3 rows of 32 tokens
     rng = sorted(path.name for path in (tmp_path / "checkpoint-2").glob("rng_state*"))
     assert rng == [f"rng_state_{rank}.pth" for rank in range(4)]
     saved = load_file(tmp_path / weights)
@@ -169,7 +179,7 @@ def test_save_state_goes_on_in_another_layout(world2, world4, tmp_path, stop):
     assert whole["step"] == 6
     folder = str(tmp_path / "saved")
     world4.run(loop, RING2, 2, folder, stop, False)
-    assert CheckpointRecord.load(folder).rows_per_step == 4
+    assert CheckpointRecord.load(folder).samples_per_step == 4
     start = make_model().state_dict()
     results = [loop(REF, 4, folder, stop, True), *world2.run(loop, RING2, 4, folder, stop, True)]
     for result in results + world4.run(loop, RING4, 4, folder, stop, True):
@@ -183,7 +193,7 @@ def test_save_state_refuses_the_middle_of_a_step(world2, tmp_path):
     world2.run(loop, RING2, 4, str(tmp_path), 2, False)
     state = torch.load(tmp_path / "dl_state_dict.bin", weights_only=True)
     torch.save(state | {"next_step": 5}, tmp_path / "dl_state_dict.bin")
-    with pytest.raises(ValueError, match="cannot be continued in this layout: 5 rows of epoch 0"):
+    with pytest.raises(ValueError, match="cannot be continued in this layout: 5 samples of epoch 0"):
         loop(REF, 2, str(tmp_path), 2, True)
 
 

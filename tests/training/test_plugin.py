@@ -49,13 +49,13 @@ def by_hand(documents: list[dict], windows: list[list[int]], lr: float = 0.2) ->
     return losses, dict(model.named_parameters())
 
 
-def windows_of(documents: list[dict], rows_per_step: int) -> list[list[int]]:
+def windows_of(documents: list[dict], samples_per_step: int) -> list[list[int]]:
     """The documents of every optimizer step, from the packing manifest."""
     plugin = ContextParallelPlugin(REF)
     plugin.accelerator(cpu=True)
-    rows = plugin.data_loader(documents, max_tokens=32, shuffle=False).manifest.rows
+    rows = plugin.data_loader(documents, max_tokens=32, shuffle=False).manifest.samples
     assert len(rows) == 5
-    return [sum(map(list, rows[start : start + rows_per_step]), []) for start in range(0, 5, rows_per_step)]
+    return [sum(map(list, rows[start : start + samples_per_step]), []) for start in range(0, 5, samples_per_step)]
 
 
 @pytest.mark.parametrize("config", [REF, STOCK], ids=["our loss", "stock model"])
@@ -105,7 +105,9 @@ def two_micro_steps(config: ContextParallelConfig) -> tuple[list[float], int]:
     loader = plugin.data_loader(documents, max_tokens=16, shuffle=False)
     model = apply_context_parallel(make_fixed_loss_model(), plugin.config, mesh=plugin.mesh)
     ((batches, num_items),) = plugin.accumulation_windows(loader)
-    return [float(plugin.loss(model, batch, num_items=num_items).detach()) for batch in batches], plugin.rows_per_step
+    return [
+        float(plugin.loss(model, batch, num_items=num_items).detach()) for batch in batches
+    ], plugin.samples_per_step
 
 
 @pytest.mark.distributed
@@ -132,16 +134,16 @@ def windows(config: ContextParallelConfig) -> tuple[list[int], list[list[bool]],
             synced[-1].append(accelerator.sync_gradients)
             loss = plugin.loss(model, batch, num_items=num_items)
             assert loss.requires_grad and bool(torch.isfinite(loss))
-    return counts, synced, plugin.rows_per_step
+    return counts, synced, plugin.samples_per_step
 
 
 @pytest.mark.distributed
 def test_windows(world4):
     """Targets are counted once; a short last window synchronises; a window without targets has a finite loss."""
-    for counts, synced, rows_per_step in world4.run(windows, RING2):
+    for counts, synced, samples_per_step in world4.run(windows, RING2):
         assert counts == [16, 0]
         assert synced == [[False, True], [True]]
-        assert rows_per_step == 4
+        assert samples_per_step == 4
 
 
 def communicated_steps() -> list[int]:
@@ -382,6 +384,6 @@ def test_fsdp_that_is_silently_off(world2):
 
 def test_order_of_calls():
     plugin = ContextParallelPlugin(REF)
-    for use in (lambda: plugin.mesh, lambda: plugin.rows_per_step, lambda: next(plugin.accumulation_windows([]))):
+    for use in (lambda: plugin.mesh, lambda: plugin.samples_per_step, lambda: next(plugin.accumulation_windows([]))):
         with pytest.raises(RuntimeError, match="plugin.accelerator"):
             use()

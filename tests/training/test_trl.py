@@ -134,7 +134,7 @@ def test_rows_packed_by_trl_are_read_as_documents():
     found = sorted((d.input_ids.tolist(), d.shift_labels.tolist()) for d in documents)
     assert found == sorted((d.input_ids.tolist(), d.shift_labels.tolist()) for d in expected)
     manifest = ours.get_train_dataloader().manifest
-    assert sum(manifest.lengths) == sum(map(len, documents)) and len(manifest.rows) < 4
+    assert sum(manifest.lengths) == sum(map(len, documents)) and len(manifest.samples) < 4
 
 
 def test_predictions_and_metrics_are_those_of_the_data_set():

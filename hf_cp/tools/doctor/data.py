@@ -14,10 +14,9 @@ import numpy as np
 import torch
 
 from hf_cp.config import IGNORE_INDEX
+from hf_cp.data.dataset import PackedDataset
 from hf_cp.data.documents import Document
-from hf_cp.data.order import RowOrder, attention_areas
-from hf_cp.data.packed import PackedDataset
-from hf_cp.data.position import LoaderPosition
+from hf_cp.data.order import LoaderPosition, SampleOrder, attention_areas
 from hf_cp.environment import versions
 from hf_cp.planning.model_names import is_same_model
 from hf_cp.sequence.sample import SAMPLE_KEY
@@ -157,7 +156,7 @@ def _record(subject: Subject, saved: CheckpointRecord) -> CheckpointRecord:
         dp_size=subject.dp_size,
         backend=backend,
         zero_stage=stage,
-        rows_per_step=args.per_device_train_batch_size * args.gradient_accumulation_steps * subject.dp_size,
+        samples_per_step=args.per_device_train_batch_size * args.gradient_accumulation_steps * subject.dp_size,
         position=position_of(subject),
         versions=versions(),
     )
@@ -172,10 +171,10 @@ def position_of(subject: Subject) -> LoaderPosition | None:
     if len(subject.features) > FIRST or packed.manifest.max_tokens is None:
         return None
     args = subject.training
-    order = RowOrder(
+    order = SampleOrder(
         attention_areas(packed.manifest),
         dp_size=subject.dp_size,
-        rows_per_step=args.gradient_accumulation_steps * subject.dp_size,
+        samples_per_step=args.gradient_accumulation_steps * subject.dp_size,
         shuffle=args.train_sampling_strategy != "sequential",
         seed=args.seed if args.data_seed is None else args.data_seed,
         drop_last=args.dataloader_drop_last,

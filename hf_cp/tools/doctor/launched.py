@@ -191,7 +191,7 @@ def check_samples(launched: Launched) -> Finding:
     except (NotGiven, *UNREADABLE):
         features = list(subject.made_up.documents)
     loader = ContextParallelDataLoader(features, collator=replace(subject.collator, cp_rank=None), comm=comm)
-    steps, order, batches = min(STEPS, len(loader)), loader.order.rows(0), iter(loader)
+    steps, order, batches = min(STEPS, len(loader)), loader.order.samples(0), iter(loader)
     found = expected = 0
     for step in range(steps):
         found += int((next(batches)["shift_labels"] != IGNORE_INDEX).sum())  # peers' samples are compared in here

@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 
 from hf_cp.config import ContextParallelConfig
 from hf_cp.data.collator import DataCollatorForContextParallel
+from hf_cp.data.dataset import PackedDataset
 from hf_cp.data.files import documents_of_lengths, load_features
-from hf_cp.data.packed import PackedDataset
 from hf_cp.models.rope import set_rope_parameters
 from hf_cp.planning.model_names import HUB_NAMES, has_sizes_only, load_config, name_of_sizes
 from hf_cp.recipes.settings import make_training_arguments, read_train_file

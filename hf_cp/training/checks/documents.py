@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from transformers import TrainingArguments
 
-from hf_cp.data.documents import check_columns
+from hf_cp.data.columns import check_columns
 from hf_cp.data.streaming import is_stream
 from hf_cp.training.checks.table import Check, Problem
 
