@@ -106,6 +106,7 @@ def sharded_forward(
     return _with_loss(model, state, sample, outputs, shift_labels, is_balanced=is_balanced, **loss_settings)
 
 
+@functools.partial(torch.compiler.disable, recursive=False)
 def _with_loss(
     model: PreTrainedModel,
     state: ContextParallelState,

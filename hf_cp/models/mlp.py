@@ -54,6 +54,7 @@ def untile_mlps(layers: Iterable[nn.Module]) -> None:
             module.forward = rebound(original, module)
 
 
+@torch.compiler.disable  # dynamo cannot bind methods
 def rebound(method: Callable, module: nn.Module) -> Callable:
     """A method of `module`, or of the module that `module` is a copy of, as that of `module`; others as they are.
 

@@ -236,7 +236,8 @@ def gradcheck(case: Case) -> None:
     def value(moved: list[torch.Tensor]) -> float:
         local = (layout.shard(x, mesh.cp_rank) for x in moved)
         out = context_parallel_attention(
-            *local, mesh=mesh, layout=layout, causal=True, window=4, scale=case.scale, kernel=case.kernel
+            *local, mesh=mesh, layout=layout, causal=True, window=4, scale=case.scale, kernel=case.kernel,
+            config=case.config,
         )
         return float((layout.unshard(gather_shards(out, mesh)) * row[3]).sum())
 
@@ -261,7 +262,7 @@ def padding_gets_no_gradient() -> None:
     case = Case((7,), ring_degree=2)
     mesh, layout = ContextParallelMesh(case.config), SequenceLayout(case.doc_lengths, case.config)
     q, k, v = (torch.randn(4, h, 8, requires_grad=True) for h in (4, 2, 2))
-    out = context_parallel_attention(q, k, v, mesh=mesh, layout=layout)
+    out = context_parallel_attention(q, k, v, mesh=mesh, layout=layout, config=case.config)
     out.backward(torch.ones_like(out))
     is_padding = layout.indices(mesh.cp_rank) < 0
     assert int(is_padding.sum()) == (1 if mesh.cp_rank == 0 else 0)
@@ -273,14 +274,19 @@ def test_padding_gets_no_gradient(world2):
     world2.run(padding_gets_no_gradient)
 
 
+class Swapped(SequenceLayout):
+    """Says that the first two tokens of a shard lie the other way round."""
+
+    def indices(self, cp_rank: int) -> torch.Tensor:
+        return super().indices(cp_rank)[[1, 0, 2, 3, 4, 5, 6, 7]]
+
+
 def shuffled_shards_are_wrong() -> list[float]:
     """A planted fault: one rank swaps two of its slots. The comparison must see it."""
     case = Case((16,), ring_degree=2)
     mesh, layout = ContextParallelMesh(case.config), SequenceLayout(case.doc_lengths, case.config)
     row = random_row(16, 4, 2, 8)
-    swapped = layout if mesh.cp_rank else SequenceLayout((16,), case.config)
-    if mesh.cp_rank == 0:
-        swapped.indices = lambda rank, original=swapped.indices: original(rank)[[1, 0, 2, 3, 4, 5, 6, 7]]
+    swapped = layout if mesh.cp_rank else Swapped((16,), case.config)
     actual, _ = run_attention(row, swapped, mesh, case)
     expected = reference_attention(*row, (16,))
     return [relative_error(a, e) for a, e in zip(actual, expected, strict=True)]
@@ -318,7 +324,7 @@ def under_autocast(is_backward_inside: bool) -> float:
     q, k, v, grad_out = (layout.shard(x, mesh.cp_rank) for x in row)
     leaves = [x.requires_grad_() for x in (q.float(), k.float(), v)]
     with torch.autocast("cpu", torch.bfloat16):
-        out = context_parallel_attention(*leaves, mesh=mesh, layout=layout)
+        out = context_parallel_attention(*leaves, mesh=mesh, layout=layout, config=case.config)
     assert out.dtype == torch.bfloat16
     with torch.autocast("cpu", torch.bfloat16, enabled=is_backward_inside):
         out.backward(grad_out)

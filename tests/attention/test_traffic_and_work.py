@@ -166,9 +166,9 @@ def _computed_area(case: Case, mesh: ContextParallelMesh) -> tuple[int, int, int
         area["forward"] += int(band(group.tile).sum())
         return forward(self, q, k, v, group=group, scale=scale)
 
-    def count_backward(self, grad_out, q, k, v, out, lse, *, group, scale):
+    def count_backward(self, inputs, *, group, scale):
         area["backward"] += int(band(group.tile).sum())
-        return backward(self, grad_out, q, k, v, out, lse, group=group, scale=scale)
+        return backward(self, inputs, group=group, scale=scale)
 
     with patch.object(kernel, "forward", count_forward), patch.object(kernel, "backward", count_backward):
         run_attention(random_row(layout.num_tokens, 4, 2, 8), layout, mesh, case)
@@ -218,7 +218,7 @@ def event_order(case: Case, backward: bool = False) -> list[str]:
         patch.object(CpuFlashKernel, "backward", noted("kernel", CpuFlashKernel.backward)),
     ):
         leaves = [x.requires_grad_() for x in (q, k, v)]
-        out = context_parallel_attention(*leaves, mesh=mesh, layout=layout)
+        out = context_parallel_attention(*leaves, mesh=mesh, layout=layout, config=case.config)
         if backward:
             events.clear()
             out.backward(grad_out)
