@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from types import SimpleNamespace
 
 import torch
@@ -90,3 +91,77 @@ def test_prepared_loaders():
     _compat.mark_prepared(loader)
     assert accelerator.prepare(loader) is loader
     accelerator.free_memory()
+
+
+def limit_of_the_world() -> float:
+    return _compat.group_time_limit(torch.distributed.group.WORLD, "cpu").total_seconds()
+
+
+def test_time_limit_of_a_group(world2):
+    """The test worlds are made with 60 seconds."""
+    assert world2.run(limit_of_the_world) == [60.0, 60.0]
+
+
+def test_profiling_is_noticed():
+    assert not _compat.is_profiling()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert _compat.is_profiling()
+
+
+def test_parameters_of_a_module_can_be_stood_in_for():
+    linear = torch.nn.Linear(2, 2, bias=False)
+    parameters, own = _compat.parameters_of(linear), linear.weight
+    parameters["weight"] = own * 2  # no leaf: setattr would refuse it
+    assert linear(torch.ones(1, 2)).equal(2 * (torch.ones(1, 2) @ own.T))
+    parameters["weight"] = own
+
+
+def test_flash_attention_of_the_cpu_gives_its_log_sum_exp():
+    q = torch.randn(1, 1, 3, 8, dtype=torch.float64)
+    out, lse = _compat.aten_cpu_flash().forward(q, q, q, 0.0, False, scale=1.0)
+    assert torch.allclose(lse, (q @ q.transpose(-1, -2)).logsumexp(-1))
+    grads = _compat.aten_cpu_flash().backward(torch.ones_like(out), q, q, q, out, lse, 0.0, False, scale=1.0)
+    assert [grad.shape for grad in grads] == [q.shape] * 3
+
+
+def test_flash_attention_of_cuda_has_the_arguments_that_are_given():
+    names = [[a.name for a in op.default._schema.arguments] for op in _compat.aten_flash()]
+    assert names[0][:7] == ["query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k"]
+    assert names[1][:6] == ["grad_out", "query", "key", "value", "out", "logsumexp"]
+    assert all({"window_size_left", "window_size_right", "scale"} <= set(given) for given in names)
+
+
+def test_flash_attn_is_taken_from_its_module(monkeypatch):
+    functions = {f"_flash_attn_varlen_{way}": object() for way in ("forward", "backward")}
+    interface = SimpleNamespace(**functions)
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_interface=interface))
+    assert _compat.flash_attn_varlen() == tuple(functions.values())
+
+
+def test_checkpointing_of_a_layer():
+    model = make_model()
+    layer, seen = model.model.layers[0], []
+    with _compat.checkpointed_through(layer, lambda run: run):
+        pass  # nothing was switched on
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    before = _compat.checkpoint_function(layer)
+    assert getattr(before, "func", before) is torch.utils.checkpoint.checkpoint
+
+    def wrap(run):
+        return lambda *args, **kwargs: (seen.append("run"), run(*args, **kwargs))[1]
+
+    with _compat.checkpointed_through(layer, wrap):
+        loss = model.train()(input_ids=torch.ones(1, 4, dtype=torch.int64)).logits.sum()
+    loss.backward()
+    assert seen == ["run", "run"] and _compat.checkpoint_function(layer) is before  # forward, and again in backward
+
+
+def test_attention_of_a_model():
+    assert _compat.attention_implementation(make_model().config) == "sdpa"
+
+
+def test_every_function_is_called_here():
+    functions = [name for name, _ in inspect.getmembers(_compat, inspect.isfunction) if name[0] != "_"]
+    own = [name for name in functions if getattr(_compat, name).__module__ == _compat.__name__]
+    source = inspect.getsource(sys.modules[__name__])
+    assert [name for name in own if f"_compat.{name}(" not in source] == []

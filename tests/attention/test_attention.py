@@ -236,7 +236,13 @@ def gradcheck(case: Case) -> None:
     def value(moved: list[torch.Tensor]) -> float:
         local = (layout.shard(x, mesh.cp_rank) for x in moved)
         out = context_parallel_attention(
-            *local, mesh=mesh, layout=layout, causal=True, window=4, scale=case.scale, kernel=case.kernel,
+            *local,
+            mesh=mesh,
+            layout=layout,
+            causal=True,
+            window=4,
+            scale=case.scale,
+            kernel=case.kernel,
             config=case.config,
         )
         return float((layout.unshard(gather_shards(out, mesh)) * row[3]).sum())
