@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 
 from hf_cp import __version__
 
+GIB = 1024**3
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "flash-attn")  # that can change a run
 VARIABLE_PREFIXES = ("HF_CP_", "ACCELERATE_")
 VARIABLES = (
@@ -89,3 +92,13 @@ def collect_environment(variables: Mapping[str, str] | None = None) -> Environme
             name: found[name] for name in sorted(found) if name in VARIABLES or name.startswith(VARIABLE_PREFIXES)
         },
     )
+
+
+def peak_memory_bytes(device_type: str) -> int:
+    """The most memory so far, in bytes: of tensors on the GPU ("cuda"), or of the whole process elsewhere."""
+    import torch
+
+    if device_type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    # kilobytes everywhere but on macOS
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

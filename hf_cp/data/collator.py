@@ -26,9 +26,9 @@ import torch
 
 from hf_cp.config import IGNORE_INDEX, ContextParallelConfig
 from hf_cp.data.documents import OVERFLOWS, Document, PreparedDocuments, prepare_documents
+from hf_cp.data.manifest import DocumentCounts
 from hf_cp.distributed.mesh import ContextParallelMesh, config_of
 from hf_cp.sequence.layout import SequenceLayout
-from hf_cp.sequence.packing import DocumentCounts
 from hf_cp.sequence.sample import SAMPLE_KEY, PackedSample
 
 logger = logging.getLogger(__name__)

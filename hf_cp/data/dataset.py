@@ -16,7 +16,8 @@ from torch.utils.data import Dataset
 
 from hf_cp.data.collator import DataCollatorForContextParallel
 from hf_cp.data.documents import Document
-from hf_cp.sequence.packing import PackingManifest, pack_documents
+from hf_cp.data.manifest import PackingManifest
+from hf_cp.sequence.packing import pack_documents
 
 
 class PackedDataset(Dataset):

@@ -19,8 +19,8 @@ import numpy as np
 
 from hf_cp.config import IGNORE_INDEX
 from hf_cp.data.columns import as_int32, masked_labels, present_columns, token_arrays
+from hf_cp.data.manifest import DocumentCounts
 from hf_cp.data.text import tokenize_feature
-from hf_cp.sequence.packing import DocumentCounts
 
 OVERFLOWS = ("error", "truncate", "split", "drop")
 

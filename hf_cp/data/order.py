@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_cp.sequence.packing import PackingManifest
+from hf_cp.data.manifest import PackingManifest
 from hf_cp.sequence.placement import causal_area
 
 DUMMY = -1  # the number of the dummy sample, which fills up where samples do not divide over dp ranks

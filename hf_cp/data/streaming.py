@@ -25,9 +25,10 @@ from torch.utils.data import IterableDataset
 from hf_cp.data.agreement import AgreeingDataLoader, SampleOutcome, plain_error
 from hf_cp.data.collator import DataCollatorForContextParallel
 from hf_cp.data.documents import Document, PreparedDocuments, none_left
+from hf_cp.data.manifest import DocumentCounts
 from hf_cp.data.order import LoaderPosition, check_samples_per_step, even_out
 from hf_cp.distributed.communicator import Communicator
-from hf_cp.sequence.packing import DocumentCounts, pack_documents
+from hf_cp.sequence.packing import pack_documents
 from hf_cp.sequence.placement import causal_area
 
 logger = logging.getLogger(__name__)

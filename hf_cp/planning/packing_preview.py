@@ -16,10 +16,10 @@ import numpy as np
 
 from hf_cp.config import RING_COMMS, ContextParallelConfig
 from hf_cp.data.dataset import PackedDataset
+from hf_cp.data.manifest import PackingManifest
 from hf_cp.data.order import SampleOrder, attention_areas
 from hf_cp.sequence.costs import AttentionShape, choose_engine, ring_bytes, ring_tokens, ulysses_bytes
 from hf_cp.sequence.layout import SequenceLayout
-from hf_cp.sequence.packing import PackingManifest
 from hf_cp.sequence.plan import AttentionPlan
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from hf_cp.config import RING_COMMS, ContextParallelConfig, divisors, sensible_ulysses_degrees
+from hf_cp.data.manifest import PackingManifest
 from hf_cp.data.order import attention_areas
 from hf_cp.planning.attention_memory import attention_memory
 from hf_cp.planning.devices import GIB, Cluster, Device, find_device
@@ -23,7 +24,7 @@ from hf_cp.planning.model_shape import ModelShape
 from hf_cp.planning.packing_preview import spread_samples
 from hf_cp.planning.step_time import Cost, SampleCost
 from hf_cp.sequence.costs import choose_engine
-from hf_cp.sequence.packing import PackingManifest, pack_documents
+from hf_cp.sequence.packing import pack_documents
 from hf_cp.sequence.placement import causal_area
 
 # With measured rates, 36 of the 40 attention cases of docs/benchmarks/plan_vs_bench.json are within this share of what

@@ -23,11 +23,11 @@ import torch
 
 from hf_cp.config import IGNORE_INDEX, ContextParallelConfig
 from hf_cp.data.loader import ContextParallelDataLoader
+from hf_cp.data.manifest import PackingManifest
 from hf_cp.distributed.communicator import Communicator
 from hf_cp.distributed.host import sum_over_world
 from hf_cp.models.patch import base_causal_lm, local_token_losses
 from hf_cp.sequence.layout import SequenceLayout
-from hf_cp.sequence.packing import PackingManifest
 
 __all__ = ["DocumentLosses", "LossDrop", "document_losses"]
 

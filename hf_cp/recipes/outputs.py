@@ -13,7 +13,7 @@ from typing import Any
 
 from hf_cp.distributed.communicator import Communicator
 from hf_cp.distributed.host import gather_objects
-from hf_cp.distributed.peak import GIB, peak_memory_bytes
+from hf_cp.environment import GIB, peak_memory_bytes
 from hf_cp.recipes.held_out import LossDrop
 from hf_cp.training.trainer import ContextParallelTrainer
 from hf_cp.verify import VerifyReport

@@ -29,12 +29,12 @@ from transformers import EvalPrediction
 from hf_cp import _compat
 from hf_cp.config import IGNORE_INDEX, ContextParallelConfig
 from hf_cp.data.loader import ContextParallelDataLoader
+from hf_cp.data.manifest import PackingManifest
 from hf_cp.distributed.communicator import Communicator
 from hf_cp.distributed.host import agree, gather_objects
 from hf_cp.models.loss import token_losses
 from hf_cp.models.moe import token_loss_only
 from hf_cp.sequence.layout import SequenceLayout
-from hf_cp.sequence.packing import PackingManifest
 from hf_cp.sequence.sample import SAMPLE_KEY
 
 MAX_BYTES = 4 * 2**30

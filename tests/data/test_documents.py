@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_cp.data.documents import prepare_documents, to_documents
-from hf_cp.sequence.packing import DocumentCounts
+from hf_cp.data.manifest import DocumentCounts
 
 
 def ids(documents: list) -> list[list[int]]:

@@ -16,9 +16,9 @@ from hf_cp.config import ContextParallelConfig
 from hf_cp.data.collator import DataCollatorForContextParallel
 from hf_cp.data.dataset import PackedDataset
 from hf_cp.data.loader import ContextParallelDataLoader, RankSampler
+from hf_cp.data.manifest import PackingManifest
 from hf_cp.distributed.communicator import Communicator
 from hf_cp.distributed.mesh import ContextParallelMesh
-from hf_cp.sequence.packing import PackingManifest
 from tests.data.orders import make_order
 
 CONFIG = ContextParallelConfig()

@@ -8,8 +8,8 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
+from hf_cp.data.manifest import PackingManifest
 from hf_cp.data.order import DUMMY, LoaderPosition, attention_areas
-from hf_cp.sequence.packing import PackingManifest
 from tests.data.orders import make_order, position
 
 COSTS = np.random.default_rng(0).lognormal(sigma=1.5, size=203).round(3).tolist()

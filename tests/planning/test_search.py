@@ -11,6 +11,7 @@ import pytest
 from transformers import AutoConfig, MixtralConfig
 
 from hf_cp import ContextParallelConfig, SequenceLayout
+from hf_cp.data.manifest import PackingManifest
 from hf_cp.planning.devices import DEVICES, GIB, Cluster, Device, find_device
 from hf_cp.planning.memory import Training
 from hf_cp.planning.model_names import MODELS
@@ -28,7 +29,7 @@ from hf_cp.planning.search import (
 )
 from hf_cp.planning.step_time import AttentionCost, Cost, SampleCost
 from hf_cp.sequence.costs import attention_flops, choose_engine, ring_bytes, ulysses_bytes
-from hf_cp.sequence.packing import PackingManifest, pack_documents
+from hf_cp.sequence.packing import pack_documents
 from hf_cp.sequence.plan import AttentionPlan
 from tests.planning.shapes import LLAMA, LLAMA_SHAPE
 

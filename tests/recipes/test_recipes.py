@@ -20,12 +20,12 @@ from transformers import AutoConfig, Qwen2Config, Qwen2ForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_cp.config import ContextParallelConfig
+from hf_cp.data.manifest import PackingManifest
 from hf_cp.models.rope import set_rope_parameters
 from hf_cp.planning.model_names import loadable_name
 from hf_cp.recipes import train
 from hf_cp.recipes.settings import parse_settings
 from hf_cp.recipes.writer import recipe_files
-from hf_cp.sequence.packing import PackingManifest
 from hf_cp.tools.cli import command_parser
 from hf_cp.tools.cli import main as hf_cp
 from hf_cp.tools.plan import command_line, make_plan

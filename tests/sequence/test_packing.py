@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_cp.config import ContextParallelConfig
-from hf_cp.sequence.packing import DocumentCounts, PackingManifest, pack_documents
+from hf_cp.data.manifest import DocumentCounts, PackingManifest
+from hf_cp.sequence.packing import pack_documents
 
 
 def lognormal_lengths(count: int, *, max_tokens: int, seed: int = 0) -> list[int]:

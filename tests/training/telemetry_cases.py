@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_cp.config import ContextParallelConfig
-from hf_cp.sequence.packing import PackingManifest
+from hf_cp.data.manifest import PackingManifest
 from hf_cp.training.telemetry.callback import ContextParallelCallback
 from tests.training.tiny import RecordingTrainer, make_documents, make_model, make_trainer
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from hf_cp.config import ContextParallelConfig
+from hf_cp.data.manifest import PackingManifest
 from hf_cp.distributed.clock import Clock
 from hf_cp.distributed.communicator import CommunicationError, Communicator, named_range
 from hf_cp.distributed.mesh import ContextParallelMesh
@@ -21,7 +22,6 @@ from hf_cp.planning.flops import training_flops
 from hf_cp.planning.model_shape import ModelShape
 from hf_cp.sequence.costs import AttentionShape, choose_engine, ring_bytes, ulysses_bytes
 from hf_cp.sequence.layout import SequenceLayout
-from hf_cp.sequence.packing import PackingManifest
 from hf_cp.sequence.plan import AttentionPlan
 from hf_cp.tools.cli import main
 from hf_cp.training.telemetry.callback import ContextParallelCallback

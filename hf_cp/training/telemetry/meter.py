@@ -25,7 +25,7 @@ from hf_cp.config import IGNORE_INDEX, ContextParallelConfig
 from hf_cp.distributed.clock import Clock, Mark, Point, Wait, seconds_between
 from hf_cp.distributed.communicator import Communicator
 from hf_cp.distributed.mesh import ContextParallelMesh
-from hf_cp.distributed.peak import peak_memory_bytes
+from hf_cp.environment import peak_memory_bytes
 from hf_cp.sequence.layout import SequenceLayout
 from hf_cp.sequence.sample import SAMPLE_KEY, PackedSample
 from hf_cp.training.telemetry.records import StepRecord

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hf_cp.distributed.peak import GIB
+from hf_cp.environment import GIB
 from hf_cp.planning.flops import training_flops
 from hf_cp.planning.model_shape import ModelShape
 from hf_cp.training.telemetry.records import StepRecord
