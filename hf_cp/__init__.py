@@ -1,4 +1,4 @@
-"""Exact context parallelism for Hugging Face fine-tuning: one long row, split over processes."""
+"""Exact context parallelism for Hugging Face fine-tuning: one long sample, split over processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the user asks for: how many processes share one row, and how.
+"""What the user asks for: how many processes share one packed sample, and how.
 
 >>> ContextParallelConfig(ring_degree=2, ulysses_degree=4).cp_size
 8
@@ -26,10 +26,10 @@ IGNORE_INDEX = -100  # the label of a token without a target, as in PyTorch and 
 
 @dataclass(frozen=True)
 class ContextParallelConfig:
-    """How one row of tokens is split over processes.
+    """How one packed sample is split over processes.
 
-    The row is laid out over `ring_degree` ring shards; each ring shard is cut into `ulysses_degree` contiguous pieces,
-    so `cp_size = ring_degree * ulysses_degree` processes work on one row. The fields can be filled by
+    The sample is laid out over `ring_degree` ring shards; each ring shard is cut into `ulysses_degree` contiguous
+    pieces, so `cp_size = ring_degree * ulysses_degree` processes work on one sample. The fields can be filled by
     [`transformers.HfArgumentParser`], by environment variables ([`ContextParallelConfig.from_env`]) or by
     [`ContextParallelConfig.auto`].
 
@@ -125,7 +125,7 @@ class ContextParallelConfig:
 
     @property
     def cp_size(self) -> int:
-        """Number of processes that share one row."""
+        """Number of processes that share one packed sample."""
         return self.ring_degree * self.ulysses_degree
 
     @property

@@ -217,7 +217,7 @@ class BlockAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        with torch.autocast(q.device.type, enabled=False):  # loss.backward() may be called under it; see the forward
+        with torch.autocast(q.device.type, enabled=False):  # may run under it; the forward pass has it off in usp
             state = BlockBackward(q, out, lse, grad_out, ctx.call.kernel, ctx.call.scale)
             grad_kv = torch.zeros((len(k), 2, *k.shape[1:]), dtype=accumulator_dtype(k.dtype), device=k.device)
             ctx.engine.backward(state, k, v, grad_kv, ctx.call)

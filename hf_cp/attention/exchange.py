@@ -31,7 +31,7 @@ class ExchangeSchedule(NamedTuple):
 
 
 class Exchange:
-    """Zero-redundant exchange."""
+    """One uneven all-to-all of exactly the tokens that are seen."""
 
     name = "exchange"
 

@@ -2,7 +2,7 @@
 
 With block outputs o_b and log-sum-exps l_b the exact result over two blocks is
     out = out + sigmoid(l_b - l) (o_b - out),    l = log(exp(l) + exp(l_b)),
-since exp(l_b) / (exp(l) + exp(l_b)) = sigmoid(l_b - l). A row that has seen no key yet has out = 0 and l = -inf.
+since exp(l_b) / (exp(l) + exp(l_b)) = sigmoid(l_b - l). A query that has seen no key yet has out = 0 and l = -inf.
 """
 
 from __future__ import annotations

@@ -53,7 +53,8 @@ def context_parallel_attention(
         `torch.Tensor` [n, H, D] in q's dtype; padding slots are zero.
 
     Raises:
-        ValueError: shapes, dtypes, heads, layout and mesh do not fit together, or the kernel cannot do what is asked.
+        ValueError: shapes, dtypes, heads, layout, config and mesh do not fit together, or the kernel cannot do what is
+        asked.
             The check needs no communication, so every rank that is called alike raises alike.
     """
     config, sample = config_of(mesh) if config is None else config, PackedSample(layout)
@@ -155,8 +156,8 @@ def _check(
     layout: SequenceLayout,
     config: ContextParallelConfig,
 ) -> None:
-    fault = mesh.degrees_fault(layout, "The layout")
-    if fault is not None:
+    faults = mesh.degrees_fault(layout, "The layout"), mesh.degrees_fault(config, "The config")
+    for fault in filter(None, faults):
         raise ValueError(fault)
     shapes = [tuple(x.shape) for x in (q, k, v)]
     if any(x.ndim != 3 for x in (q, k, v)) or k.shape[:2] != v.shape[:2] or q.shape[-1] != k.shape[-1]:

@@ -1,7 +1,7 @@
-"""The one place where ranks talk on the host: exact sums, gathers of objects, and agreement.
+"""Counts, objects and agreement: what ranks tell each other besides tensors.
 
-Everything runs over the mesh's `host_group` (gloo, over the world), but for [`gather_over_cp`]; with one process
-nothing is communicated. Numbers
+Everything runs on the host over the mesh's `host_group` (gloo, over the world), but for [`gather_over_cp`], which
+involves one context-parallel group only. With one process nothing is communicated. Numbers
 that every rank must agree on (targets of an optimizer step, the evaluation loss) are summed in a type that does not
 round them: int64 for counts, fp64 for losses.
 

@@ -1,4 +1,4 @@
-"""Gradients of weights that are used once per chunk of a row, summed in fp32.
+"""Gradients of weights that are used once per chunk of a shard, summed in fp32.
 
 Autograd adds up the gradients of all uses of a weight in the type of that use. In 16 bits the sum is then rounded once
 per chunk, where a single product over all tokens is rounded once in all. Here each use gets its own node between the

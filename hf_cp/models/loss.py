@@ -93,12 +93,14 @@ def reduce_losses(
 
     With `num_items_in_batch` it is the local sum over that number (0 counts as 1): summed over all ranks, the token
     mean; [`transformers.Trainer`] multiplies it by W. Without, it is the mean over the targets of the context-parallel
-    group, equal on its ranks, with a gradient that is exact after averaging over the group.
+    group, equal on its ranks; averaged over all W ranks, the gradient is the mean of the groups' gradients (the token
+    mean over the world needs `num_items_in_batch`).
     """
     local_sum = losses.sum()
     if num_items_in_batch is not None:
         return local_sum / torch.as_tensor(num_items_in_batch, device=losses.device).clamp(min=1)
     num_targets = sum_over_cp((shift_labels != IGNORE_INDEX).sum(), comm).clamp(min=1)
     share = local_sum / num_targets
-    # value: the mean over the group; gradient: cp_size * d(local_sum) / N, since averaging divides by cp_size
+    # value: the mean over the group's M targets; gradient: cp_size * d(local_sum) / M, so that the average over all
+    # W = dp * cp ranks is the mean over the dp groups of d(sum over the group) / M
     return sum_over_cp(share, comm) + comm.mesh.cp_size * (share - share.detach())

@@ -118,7 +118,7 @@ def add_balance_loss(
     """
     if summed:
         return loss + coefficient * balance.part
-    # value: that of the sample; gradient: cp_size * d(part), since averaging divides by cp_size
+    # value: that of the sample; gradient: cp_size * d(part), as in `reduce_losses`
     return loss + coefficient * (balance.value + cp_size * (balance.part - balance.part.detach()))
 
 

@@ -85,9 +85,15 @@ def context_parallel_disabled(model: nn.Module) -> Iterator[nn.Module]:
 def running_as(model: nn.Module, config: ContextParallelConfig, mesh: ContextParallelMesh) -> Iterator[nn.Module]:
     """Inside, the patched model runs with other settings on other processes; the same state comes back afterwards.
 
-    The state is exchanged, not written into, and the patch stays, so whatever stands around `forward` stays too.
+    Raises ValueError for other MLP chunks. The state is exchanged, not written into, and the patch stays, so whatever
+    stands around `forward` stays too.
     """
     holders, state = [m for m in model.modules() if STATE_NAME in vars(m)], context_parallel_state(model)
+    if config.mlp_chunk_tokens != state.config.mlp_chunk_tokens:  # the replaced MLPs know their own
+        raise ValueError(
+            f"mlp_chunk_tokens={config.mlp_chunk_tokens}, but the model was patched with "
+            f"{state.config.mlp_chunk_tokens}. Give the same."
+        )
     other = replace(state, config=config, comm=Communicator(mesh))
     try:
         for module in holders:

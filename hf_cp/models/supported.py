@@ -77,7 +77,7 @@ def _check_adapters(model: nn.Module) -> None:
     for name, adapter in adapters.items() if isinstance(adapters, dict) else ():
         if adapter.is_prompt_learning:
             raise ValueError(
-                f"PEFT adapter {name!r} ({adapter.peft_type}) puts virtual tokens before the row, which is sharded "
+                f"PEFT adapter {name!r} ({adapter.peft_type}) puts virtual tokens before the sample, which is sharded "
                 "already. Use LoRA or another adapter that keeps the sequence length."
             )
         if getattr(adapter, "alora_invocation_tokens", None):

@@ -151,7 +151,7 @@ def _during(plan: AttentionPlan, rank: int, ring_comm: str, token: _Token, *, ba
     if ring_comm == "allgather":
         keys = plan.gathered(rank, in_order=bands)
         return _all_gather(keys, plan.layout.ring_degree, token, calls, head_groups)
-    return (_ring if ring_comm == "p2p" else _exchange)(plan, rank, token, calls)
+    return {"p2p": _ring, "exchange": _exchange}[ring_comm](plan, rank, token, calls)
 
 
 def _ring(plan: AttentionPlan, rank: int, token: _Token, calls: Callable[..., _Calls]) -> _Calls:

@@ -24,7 +24,7 @@ from hf_cp.sequence.costs import (
     choose_engine,
     ring_bytes,
     ring_tokens,
-    row_elements,
+    token_elements,
     ulysses_bytes,
 )
 from hf_cp.sequence.layout import SequenceLayout
@@ -203,7 +203,7 @@ def _ring(sample: SampleCost, plan: AttentionPlan) -> AttentionCost:
     else:
         link = sample.cluster.link_to_all(size, config.cp_size)
         busiest = max(_one_way(*ring_tokens(plan, other, comm), link) for other in ranks)
-        busiest *= row_elements(shape, config.ulysses_degree)
+        busiest *= token_elements(shape, config.ulysses_degree)
         exposed = _at_once(forward, backward, busiest * shape.itemsize, busiest * shape.grad_itemsize, link, size - 1)
     return AttentionCost(Cost(sum(forward), exposed[0], kv_bytes), Cost(sum(backward), exposed[1], both))
 

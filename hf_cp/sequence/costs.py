@@ -42,10 +42,10 @@ def ulysses_bytes(shape: AttentionShape, *, local_length: int, ulysses_degree: i
 
 
 def ring_tokens(plan: AttentionPlan, ring_rank: int, ring_comm: str) -> tuple[int, int]:
-    """(rows of K/V in one pass, rows of dK/dV in the backward pass) that `ring_rank` sends.
+    """(tokens of K/V in one pass, tokens of dK/dV in the backward pass) that `ring_rank` sends.
 
-    A ring passes on every shard but the next rank's, and every sum but its own; an all-gather sends the (padded) own
-    rows to all others; an exchange sends what others see, and the gradients of what it saw itself.
+    A ring passes on every shard but the next rank's, and every sum but its own; an all-gather sends the rank's own
+    (padded) tokens to all others; an exchange sends what others see, and the gradients of what it saw itself.
     """
     size = plan.layout.ring_degree
     if not plan.needs_traffic:
@@ -59,19 +59,21 @@ def ring_tokens(plan: AttentionPlan, ring_rank: int, ring_comm: str) -> tuple[in
     shared = [len(plan.shared_slots(rank)) for rank in range(size)]
     if ring_comm == "allgather":
         return max(shared) * (size - 1), max(shared) * (size - 1)
-    return sum(shared) - shared[(ring_rank + 1) % size], sum(shared) - shared[ring_rank]
+    if ring_comm == "p2p":
+        return sum(shared) - shared[(ring_rank + 1) % size], sum(shared) - shared[ring_rank]
+    raise ValueError(f"ring_comm={ring_comm!r} has no formula here. Resolve `auto` with choose_engine first.")
 
 
 def ring_bytes(shape: AttentionShape, plan: AttentionPlan, ring_rank: int, ring_comm: str) -> tuple[int, int]:
-    """(forward, backward): rows of 2 D L / u elements; K/V travel in both passes, dK/dV in the backward pass."""
-    row = row_elements(shape, plan.layout.ulysses_degree)
-    kv_rows, grad_rows = ring_tokens(plan, ring_rank, ring_comm)
-    forward = row * kv_rows * shape.itemsize
-    return forward, forward + row * grad_rows * shape.grad_itemsize
+    """(forward, backward): tokens of 2 D L / u elements; K/V travel in both passes, dK/dV in the backward pass."""
+    token = token_elements(shape, plan.layout.ulysses_degree)
+    kv_tokens, grad_tokens = ring_tokens(plan, ring_rank, ring_comm)
+    forward = token * kv_tokens * shape.itemsize
+    return forward, forward + token * grad_tokens * shape.grad_itemsize
 
 
-def row_elements(shape: AttentionShape, ulysses_degree: int) -> int:
-    """Of a row of K and V, or of dK and dV, on the ring axis: 2 D L / u."""
+def token_elements(shape: AttentionShape, ulysses_degree: int) -> int:
+    """Of a token's K and V, or dK and dV, on the ring axis: 2 D L / u."""
     return 2 * shape.head_dim * lcm(shape.num_kv_heads, ulysses_degree) // ulysses_degree
 
 

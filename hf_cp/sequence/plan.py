@@ -1,4 +1,4 @@
-"""Which scores every ring rank computes, and which K/V rows they need: integers only, computed from the layout.
+"""Which scores every ring rank computes, and which K/V tokens they need: integers only, computed from the layout.
 
 Kernels and communication both follow it.
 
@@ -30,12 +30,12 @@ Schedule = TypeVar("Schedule")
 
 
 class GatheredKeys(NamedTuple):
-    """One rank's tiles when the shared rows of all shards lie in one buffer.
+    """One rank's tiles when the shared slots of all shards lie in one buffer.
 
     Attributes:
         order (`np.ndarray`, *optional*): int64 [num_keys], for each slot of the buffer its place in what was gathered:
-            the shared rows of all shards, each padded to `slots_per_rank`. `None` where the buffer is just that.
-        slots_per_rank (`int`): shared rows of the rank that has most of them.
+            the shared slots of all shards, each padded to `slots_per_rank`. `None` where the buffer is just that.
+        slots_per_rank (`int`): shared slots of the rank that has most of them.
         own_tiles (`list[Tile]`): on this rank's own keys; key slots count in this rank's shard.
         tiles (`list[Tile]`): the others; key slots count in the buffer.
     """
@@ -47,7 +47,7 @@ class GatheredKeys(NamedTuple):
 
 
 class AttentionPlan:
-    """The tiles of one row's attention, for every (query ring rank, key ring rank).
+    """The tiles of one sample's attention, for every (query ring rank, key ring rank).
 
     Args:
         layout (`SequenceLayout`): where the tokens are.
@@ -61,7 +61,7 @@ class AttentionPlan:
     def __init__(self, layout: SequenceLayout, causal: bool = True, window: int | None = None):
         if window is not None and (window < 1 or not causal):
             raise ValueError(
-                f"window={window} with causal={causal}: a window counts the last keys of a causal row, so it must be "
+                f"window={window} with causal={causal}: a window counts the last keys up to a query, so it must be "
                 "at least 1 and causal."
             )
         self.layout = layout
@@ -80,7 +80,7 @@ class AttentionPlan:
         return self._tiles[key]
 
     def schedule(self, key: Hashable, make: Callable[[], Schedule]) -> Schedule:
-        """What attention derives for this row (an engine's schedule, the kernel), made once per `key`."""
+        """What attention derives for this sample (an engine's schedule, the kernel), made once per `key`."""
         if key not in self._schedules:
             self._schedules[key] = make()
         return self._schedules[key]
@@ -118,7 +118,7 @@ class AttentionPlan:
         return int(np.asarray(self.layout.doc_lengths)[self._ranks_of_document > 1].sum())
 
     def gathered(self, ring_rank: int, *, in_order: bool) -> GatheredKeys:
-        """The tiles of `ring_rank` when the shared rows of all shards are gathered.
+        """The tiles of `ring_rank` when the shared slots of all shards are gathered.
 
         Args:
             ring_rank (`int`): whose queries.
