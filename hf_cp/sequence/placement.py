@@ -7,6 +7,11 @@ document with the emptiest one as long as that makes the fuller of the two less 
 document of the fullest rank is cut, the one that evens out most. The number of longest documents that are cut is the
 smallest one tried for which area and tokens get even enough; if there is none, the one with the least full fullest
 rank.
+
+Documents of 8, 2 and 2 tokens on 2 ranks: the first alone has 36 of 42 pairs of attention area, so it is cut in 4 chunks,
+
+    chunk        0 1 | 2 3 | 4 5 | 6 7        rank 0 gets chunks 0 and 3 (3 + 15 pairs), rank 1 chunks 1 and 2 (7 + 11),
+    rank           0     1     1     0        and one of the short documents each
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ _MOST_SWAPS = 512
 
 
 class Loads(NamedTuple):
-    """Shares of the row's tokens and of its attention area, times the number of ranks: 1 is perfectly even."""
+    """Shares of the sample's tokens and of its attention area, times the number of ranks: 1 is perfectly even."""
 
     tokens: np.ndarray
     areas: np.ndarray

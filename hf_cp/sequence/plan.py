@@ -125,15 +125,20 @@ class AttentionPlan:
             in_order (`bool`): put the keys in the order of the sample, so that a run of queries needs one tile, which
                 pays for kernels with bands. Otherwise (and in the `striped` layout, whose queries are not neighbours)
                 they stay as they arrive, and own keys are used where they are.
+
+        Documents of 8 (cut), 2 and 2 tokens (whole), R = 2; shards [0 1 6 7 8 9] and [2 3 4 5 10 11]:
+
+            gathered, as it arrives     0 1 6 7 | 2 3 4 5        each rank's shared slots, padded to the most
+            in order                    0 1 2 3 4 5 6 7          `order` = 0 1 4 5 6 7 2 3
         """
         shared = [self.shared_slots(rank) for rank in range(self.layout.ring_degree)]
-        most = max(len(rows) for rows in shared)
+        most = max(len(kept) for kept in shared)
         if not in_order or self.layout.layout == "striped":
             tiles = [
                 tile._replace(k_start=tile.k_start + rank * most)
-                for rank, rows in enumerate(shared)
+                for rank, kept in enumerate(shared)
                 if rank != ring_rank
-                for tile in renumber_keys(self.tiles(ring_rank, rank), rows)
+                for tile in renumber_keys(self.tiles(ring_rank, rank), kept)
             ]
             return GatheredKeys(None, most, self.tiles(ring_rank, ring_rank), tiles)
         own, queries = self._table(ring_rank, ring_rank), self._run(ring_rank)
@@ -143,8 +148,8 @@ class AttentionPlan:
         keys = Segments(docs, np.zeros_like(docs), np.asarray(self.layout.doc_lengths, dtype=np.int64)[docs], 1)
         tiles = run_tiles(queries, keys, causal=self.causal, window=self.window).to_tiles()
         # from the slot of each shared token in the concatenated shards to its place in the gathered buffer
-        places = np.concatenate([rank * most + np.arange(len(rows)) for rank, rows in enumerate(shared)])
-        slots = np.concatenate([rank * self.layout.ring_shard_length + rows for rank, rows in enumerate(shared)])
+        places = np.concatenate([rank * most + np.arange(len(kept)) for rank, kept in enumerate(shared)])
+        slots = np.concatenate([rank * self.layout.ring_shard_length + kept for rank, kept in enumerate(shared)])
         tokens = ranges(self.layout.doc_starts[docs], keys.length)
         return GatheredKeys(places[np.searchsorted(slots, self.layout.slots[tokens])], most, own_tiles, tiles)
 
@@ -175,7 +180,7 @@ def _own_tiles(segments: Segments, causal: bool) -> TileTable:
     return TileTable(slots, lengths, slots, lengths, unbounded, np.zeros_like(lengths) if causal else unbounded)
 
 
-def renumber_keys(tiles: list[Tile], rows: np.ndarray) -> list[Tile]:
-    """The tiles on a buffer that holds only the key slots `rows` (rising; all that the tiles need), in that order."""
-    starts = np.searchsorted(rows, [tile.k_start for tile in tiles]).tolist()
+def renumber_keys(tiles: list[Tile], kept: np.ndarray) -> list[Tile]:
+    """The tiles on a buffer that holds only the key slots `kept` (rising; all that the tiles need), in that order."""
+    starts = np.searchsorted(kept, [tile.k_start for tile in tiles]).tolist()
     return [tile._replace(k_start=start) for tile, start in zip(tiles, starts, strict=True)]

@@ -1,7 +1,14 @@
 """Tiles: rectangles of attention scores with a band of visible entries, and how they are made, joined and cut.
 
+A tile of 3 queries and 5 keys with left=2, right=0, and what [`cut_for_causal_kernel`] makes of it:
+
+              keys 0 1 2 3 4
+    query 0        m m c . .        m: a mirrored causal square (queries 0 and 1, keys 0 and 1: its upper triangle)
+    query 1        . m c c .        c: a causal square (queries 0 to 2, keys 2 to 4)
+    query 2        . . c c c
+
 >>> tile = Tile(q_start=0, q_len=2, k_start=0, k_len=4, left=None, right=0)
->>> tile.area                                    # rows see 3 and 4 keys
+>>> tile.area                                    # the two queries see 3 and 4 keys
 7
 >>> [tuple(t) for t in cut_for_causal_kernel(tile)]   # the first 2 keys are seen by all, the rest is a causal square
 [(0, 2, 0, 2, None, None), (0, 2, 2, 2, None, 0)]
@@ -17,7 +24,7 @@ import numpy as np
 
 from hf_cp.sequence.layout import Segments, ranges
 
-UNBOUNDED = 2**60  # stands for None in arrays; longer than any row
+UNBOUNDED = 2**60  # stands for None in arrays; longer than any sample
 MOST_JOINED = 256  # tiles of one kernel call; flash-attn's workspace grows by 128 fp32 queries with each of them
 
 
