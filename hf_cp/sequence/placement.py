@@ -8,10 +8,10 @@ document of the fullest rank is cut, the one that evens out most. The number of 
 smallest one tried for which area and tokens get even enough; if there is none, the one with the least full fullest
 rank.
 
-Documents of 8, 2 and 2 tokens on 2 ranks: the first alone has 36 of 42 pairs of attention area, so it is cut in 4 chunks,
+Documents of 8, 2 and 2 tokens on 2 ranks: the first alone has 36 of 42 pairs of attention area, so it is cut in 4:
 
-    chunk        0 1 | 2 3 | 4 5 | 6 7        rank 0 gets chunks 0 and 3 (3 + 15 pairs), rank 1 chunks 1 and 2 (7 + 11),
-    rank           0     1     1     0        and one of the short documents each
+    chunk     0 1 | 2 3 | 4 5 | 6 7      rank 0 has 3 + 15 pairs, rank 1 has 7 + 11,
+    rank        0     1     1     0      and each gets one of the short documents
 """
 
 from __future__ import annotations
