@@ -27,7 +27,7 @@ export TORCH_EXTENSIONS_DIR := $(CURDIR)/.cache/torch_extensions
 
 # Two pytest processes share the files; the 20 slowest tests are printed at the end. WORKERS=0: one process.
 WORKERS := 2
-PYTEST  := $(RUN) $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --durations 20
+PYTEST  := $(RUN) $(BIN)/python -m pytest -q -n $(WORKERS) --no-loadscope-reorder --durations 20
 
 .DEFAULT_GOAL := help
 .PHONY: help check setup quickstart test test-fast lint format clean

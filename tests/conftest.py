@@ -10,6 +10,7 @@ import gc
 import os
 import random
 from collections.abc import Iterator
+from typing import Any
 
 # Before torch is imported: one thread per process, and nothing from outside this machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -46,10 +47,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen = fast_ones(items)
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = [item for item in items if item in chosen]
-    slow = {group_of(item) for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: group_of(item) not in slow)  # long ones first: nobody waits for them at the end
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(group_of(item)))
+    slow = {group_of(str(item.path)) for item in items if item.get_closest_marker("slow")}
+    items.sort(
+        key=lambda item: group_of(str(item.path)) not in slow
+    )  # long ones first: nobody waits for them at the end
+
+
+@pytest.hookimpl(optionalhook=True)  # there is no such hook without pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Whole files for a worker, so that what a file computes once is computed once."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByGroup(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid.split("::")[0])
+
+    return ByGroup(config, log)
 
 
 def fast_ones(items: list[pytest.Item]) -> set[pytest.Item]:
@@ -62,9 +75,9 @@ def fast_ones(items: list[pytest.Item]) -> set[pytest.Item]:
     return set(first.values())
 
 
-def group_of(item: pytest.Item) -> str:
-    """Its file; the files about ZeRO are one, since they look at one set of runs."""
-    return "zero" if item.path.name in ("test_zero.py", "test_zero_saves.py") else str(item.path)
+def group_of(path: str) -> str:
+    """A test file; the files about ZeRO are one, since they look at one set of runs."""
+    return "zero" if path.endswith(("test_zero.py", "test_zero_saves.py")) else path
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
