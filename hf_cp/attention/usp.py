@@ -57,8 +57,9 @@ def context_parallel_attention(
         asked.
             The check needs no communication, so every rank that is called alike raises alike.
     """
-    config, sample = config_of(mesh) if config is None else config, PackedSample(layout)
-    return usp_attention(q, k, v, sample=sample, comm=Communicator(mesh), config=config, **settings)
+    if config is None:
+        config = config_of(mesh, used=("ring_comm", "kernel", "grad_comm_dtype", "head_chunks"))
+    return usp_attention(q, k, v, sample=PackedSample(layout), comm=Communicator(mesh), config=config, **settings)
 
 
 @torch.compiler.disable

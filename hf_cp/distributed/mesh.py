@@ -9,7 +9,7 @@ ranks are data-parallel ranks.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import fields
 from datetime import timedelta
 
@@ -184,8 +184,13 @@ def _settings_beside_degrees(config: ContextParallelConfig) -> tuple[str, ...]:
     return tuple(f.name for f in fields(config) if f.name not in carried and getattr(config, f.name) != f.default)
 
 
-def config_of(config_or_mesh: ContextParallelConfig | ContextParallelMesh) -> ContextParallelConfig:
+def config_of(
+    config_or_mesh: ContextParallelConfig | ContextParallelMesh, *, used: Collection[str] | None = None
+) -> ContextParallelConfig:
     """The config that a public function was given; of a mesh, the defaults with its degrees.
+
+    Args:
+        used (collection of `str`, *optional*): the settings that the function reads; by default all.
 
     Raises:
         ValueError: the mesh was made from a config with other settings, which would be lost.
@@ -193,10 +198,11 @@ def config_of(config_or_mesh: ContextParallelConfig | ContextParallelMesh) -> Co
     if isinstance(config_or_mesh, ContextParallelConfig):
         return config_or_mesh
     mesh = config_or_mesh
-    if mesh.other_settings:
+    lost = [name for name in mesh.other_settings if used is None or name in used]
+    if lost:
         raise ValueError(
-            f"{mesh} was made from a config that sets {', '.join(mesh.other_settings)}, but a mesh carries groups and "
-            "ranks only.\n  Pass the config, and the mesh beside it where a function takes both (mesh=...)."
+            f"{mesh} was made from a config that sets {', '.join(lost)}, but a mesh carries groups and ranks only.\n"
+            "  Pass the config, and the mesh beside it: mesh=..., of a collator cp_rank=mesh.cp_rank."
         )
     return ContextParallelConfig(ring_degree=mesh.ring_size, ulysses_degree=mesh.ulysses_size)
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -46,7 +45,6 @@ class Segments(NamedTuple):
     step: int
 
 
-@dataclass(frozen=True, init=False, repr=False)
 class SequenceLayout:
     """Maps the tokens of one packed sample to context-parallel ranks and back.
 
@@ -71,12 +69,8 @@ class SequenceLayout:
 
     Raises:
         ValueError: there is no document, or a length is not a positive integer.
+        AttributeError: an attribute is assigned; a layout is frozen. (No dataclass: FSDP copies those field by field.)
     """
-
-    doc_lengths: tuple[int, ...]
-    layout: str
-    ring_degree: int
-    ulysses_degree: int
 
     def __init__(self, doc_lengths: Sequence[int], config: ContextParallelConfig):
         lengths = tuple(int(length) for length in doc_lengths)
@@ -89,9 +83,21 @@ class SequenceLayout:
                 raise ValueError(
                     f"Document {index} has {length} tokens; a document needs at least 1. Drop empty ones first."
                 )
-        values = (lengths, config.resolved_layout, config.ring_degree, config.ulysses_degree)
-        for name, value in zip(("doc_lengths", "layout", "ring_degree", "ulysses_degree"), values, strict=True):
-            object.__setattr__(self, name, value)  # the usual way to fill a frozen value in its own __init__
+        vars(self).update(
+            doc_lengths=lengths,
+            layout=config.resolved_layout,
+            ring_degree=config.ring_degree,
+            ulysses_degree=config.ulysses_degree,
+        )
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"A SequenceLayout is frozen, so {name} cannot be set. Make another one.")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SequenceLayout) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
 
     @cached_property
     def doc_starts(self) -> np.ndarray:

@@ -102,6 +102,8 @@ class AttentionPlan:
         np.add.at(borders, table.k_start + table.k_len, -1)
         return np.flatnonzero(np.cumsum(borders[:-1]))
 
+    kv_rows = kv_slots  # the name that it was made public with
+
     def shared_slots(self, ring_rank: int) -> np.ndarray:
         """int64, rising: slots of shard `ring_rank` whose documents are on other ranks too."""
         doc, _, length, _ = self._run(ring_rank)

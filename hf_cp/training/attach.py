@@ -47,6 +47,7 @@ def attach_context_parallel(
     config_or_mesh: ContextParallelConfig | ContextParallelMesh | None = None,
     *,
     data_collator: DataCollatorForContextParallel | None = None,
+    mesh: ContextParallelMesh | None = None,
 ) -> Trainer:
     """Gives a Trainer context parallelism, in place: patches its model, makes it a [`ContextParallelTrainerMixin`].
 
@@ -62,6 +63,7 @@ def attach_context_parallel(
             `per_device_train_batch_size` of them. That is known for transformers' `default_data_collator`,
             `DataCollatorWithPadding`, `DataCollatorForSeq2Seq`, `DataCollatorWithFlattening` and
             `DataCollatorForLanguageModeling(mlm=False)`, and for SFTTrainer's. Pass one to pack documents.
+        mesh (`ContextParallelMesh`, *optional*): a mesh to share, beside a config.
 
     Returns:
         The same Trainer.
@@ -75,7 +77,7 @@ def attach_context_parallel(
     _check_trainer(trainer)
     config_or_mesh = _choose_config(trainer, config_or_mesh, data_collator)
     config = config_of(config_or_mesh)
-    mesh = config_or_mesh if isinstance(config_or_mesh, ContextParallelMesh) else None
+    mesh = config_or_mesh if isinstance(config_or_mesh, ContextParallelMesh) else mesh
     if data_collator is None and not config.enabled and not _is_ours(trainer.data_collator):
         return trainer
     refuse(TrainerClass(type(trainer), config.cp_size))

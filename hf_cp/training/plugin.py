@@ -209,6 +209,11 @@ class ContextParallelPlugin:
         return self._comm.mesh
 
     @property
+    def rows_per_step(self) -> int:
+        """The earlier name of `samples_per_step`."""
+        return self.samples_per_step
+
+    @property
     def samples_per_step(self) -> int:
         """Samples that one optimizer step sees: 1 sample x accumulation steps x dp; ranks of one sample count once."""
         return self._ready().gradient_accumulation_steps * self.mesh.dp_size

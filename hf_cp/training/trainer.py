@@ -278,6 +278,11 @@ class ContextParallelTrainerMixin:
         """Adds this rank's sum of token losses and its targets to those of the evaluation, and gathers predictions."""
         if self._loaders is None:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        if self._evaluation is None:
+            raise RuntimeError(
+                f"prediction_step() of {type(self).__name__} was called outside of evaluate() and predict(): its sums "
+                "belong to one of their runs.\n  Call evaluate() or predict()."
+            )
         return self._evaluation.step(model, _compat.on_device(self, inputs)), None, None
 
     def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:

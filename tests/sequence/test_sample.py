@@ -26,5 +26,16 @@ def test_nothing_is_written_into_it():
 
 def test_it_travels_to_workers_and_through_fsdp():
     assert pickle.loads(pickle.dumps(SAMPLE)) == SAMPLE
-    given = {"input_ids": torch.ones(1), "hf_cp_sample": SAMPLE}
-    assert _apply_to_tensors(lambda tensor: tensor.double(), given)["hf_cp_sample"] is SAMPLE
+    given = {"input_ids": torch.ones(1), "hf_cp_sample": SAMPLE, "hf_cp_layout": SAMPLE.layout}
+    cast = _apply_to_tensors(lambda tensor: tensor.double(), given)
+    assert cast["hf_cp_sample"] is SAMPLE and cast["hf_cp_layout"] is SAMPLE.layout
+
+
+def test_a_layout_is_frozen():
+    assert (
+        SAMPLE.layout
+        == SequenceLayout([5, 3], ContextParallelConfig(ring_degree=2))
+        != SequenceLayout([5], ContextParallelConfig())
+    )
+    with pytest.raises(AttributeError, match="frozen, so micro_step cannot be set"):
+        SAMPLE.layout.micro_step = 1

@@ -180,6 +180,8 @@ def check_keys(subject: Subject) -> Finding:
 def check_arguments(subject: Subject) -> Finding:
     """What the Trainer's constructor would refuse, evaluation settings too."""
     args = subject.training
+    if not subject.cp.enabled and subject.collator.max_tokens is None:
+        return ok("nothing is split or packed: the stock Trainer runs")
     return refusals(
         OtherParallelism.of(args.parallelism_config),
         DataLoading.of(args.accelerator_config),

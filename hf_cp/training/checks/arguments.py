@@ -51,7 +51,8 @@ class Pairing:
         if ours is None or theirs is None:
             return ""
         pairs = [(f.name, getattr(ours, f.name), getattr(theirs, f.name)) for f in dataclasses.fields(ours)]
-        return "; ".join(f"{name}: collator {a!r}, model {b!r}" for name, a, b in pairs if a != b)
+        different = [pair for pair in pairs if pair[1] != pair[2] and pair[0] != "timeout_seconds"]  # of groups only
+        return "; ".join(f"{name}: collator {a!r}, model {b!r}" for name, a, b in different)
 
 
 @dataclass(frozen=True)
