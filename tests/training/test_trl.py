@@ -164,7 +164,7 @@ def test_prompt_learning_is_refused():
     """SFTTrainer wraps the model only after the patch, which has therefore not seen the adapter."""
     from peft import PromptTuningConfig
 
-    with pytest.raises(ValueError, match="puts virtual tokens before the row"):
+    with pytest.raises(ValueError, match="puts virtual tokens before the sample"):
         build(peft_config=PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"))
 
 
