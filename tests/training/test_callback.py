@@ -175,7 +175,7 @@ def test_report_of_the_sleepy_run(two_pairs, tmp_path, capsys):
     status = main(["report", str(folder), "--json", str(tmp_path / "report.json"), "--plot", str(tmp_path / "a.png")])
     report, out = json.loads((tmp_path / "report.json").read_text()), capsys.readouterr().out
     assert status == 1 and report["slow_ranks"] == [3]
-    assert "FAILED: rank 3 needs" in out and "not its share of the rows" in out
+    assert "FAILED: rank 3 needs" in out and "not its share of the samples" in out
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
