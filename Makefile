@@ -61,11 +61,11 @@ quickstart: $(DEMO) ## fine-tune a real model on two CPU processes and prove the
 	@DS_ACCELERATOR=cpu $(RUN) $(BIN)/accelerate launch --config_file $(RECIPE)/accelerate.yaml \
 	-m hf_cp train $(RECIPE)/train.yaml
 
-test: lint ## lint, then the whole test suite (about 10 minutes on two cores)
+test: lint ## lint, then the whole test suite (about a quarter of an hour on two cores)
 	@mkdir -p $(TORCH_EXTENSIONS_DIR)
 	$(PYTEST)
 
-test-fast: lint ## lint, then the first case of every test that is not slow (about 3 minutes): while you change something
+test-fast: lint ## lint, then the first case of every test that is not slow (about 6 minutes): while you change something
 	@mkdir -p $(TORCH_EXTENSIONS_DIR)
 	$(PYTEST) --fast
 

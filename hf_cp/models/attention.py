@@ -79,5 +79,6 @@ def _no_mask(*args: Any, **kwargs: Any) -> None:
 
 
 def register_attention() -> None:
+    """Makes the name known to transformers, with a mask function that makes no mask; again is as good as once."""
     AttentionInterface.register(ATTENTION_NAME, attention)
     AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)

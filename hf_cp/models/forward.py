@@ -40,6 +40,8 @@ class ShardedLossOutput(CausalLMOutputWithPast):
 
 
 def wrap_forward(original: Callable) -> Callable:
+    """The function in place of a causal LM's `original` forward: ours while the patch is on, else `original`."""
+
     @functools.partial(torch.compiler.disable, recursive=False)
     @functools.wraps(getattr(original, "__func__", original))  # the function: its signature begins with self
     def forward(
